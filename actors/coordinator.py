@@ -1,0 +1,297 @@
+"""The coordinator: where clients and replicas meet, and the ledger of who is owed what.
+
+It is the one that guarantees a client exactly one terminal delta a request: a replica may die at
+any point, and the request is given to another (or to the next life of the same) with the tokens
+that were delivered, so that the stream goes on behind them.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import trio
+
+from callboard.actors.actor import Actor
+from callboard.actors.link import FromReplica, ToReplica
+from callboard.actors.mailbox import Reply
+from callboard.actors.ref import ActorRef
+from callboard.actors.routing import OpenRequest, PeerKey, Routing
+from callboard.actors.session import Joined, Left, Listener, Said
+from callboard.actors.system import ActorSystem
+from callboard.actors.transport import Network
+from callboard.messages.base import Message
+from callboard.messages.control import AbortReply, AbortRequests, ControlReply, Stop
+from callboard.messages.errors import (
+    ActorStopped,
+    CallboardError,
+    Failure,
+    MailboxFull,
+    RequestError,
+)
+from callboard.messages.events import RequestStats, StepStats
+from callboard.messages.membership import Hello, Role, Welcome
+from callboard.messages.requests import (
+    Abort,
+    Accepted,
+    Delta,
+    FinishReason,
+    Refused,
+    Submit,
+    TokensOut,
+)
+
+FromClient = Submit | Abort
+ToClient = Accepted | Refused | TokensOut
+
+
+class _DrainOver(Message, frozen=True):
+    """Coordinator → itself: the open requests have had their time."""
+
+
+class _Overdue(Message, frozen=True):
+    """Coordinator → itself: some request's deadline passed; it may not have found a replica."""
+
+
+CoordinatorInbox = Said | Joined | Left | AbortRequests | _DrainOver | _Overdue
+
+
+class Coordinator(Actor[CoordinatorInbox]):
+    """Owns the listening socket. Clients and replicas are told apart by their Hello."""
+
+    capacity = 16 * 1024
+
+    def __init__(
+        self,
+        system: ActorSystem,
+        network: Network,
+        endpoint: str,
+        *,
+        metrics: ActorRef[StepStats | RequestStats],
+        control_endpoint: Callable[[], str],
+        model: str,
+        bound: Callable[[str], None],
+    ) -> None:
+        """`bound` is told the endpoint with its real port, for the next life and for replicas."""
+        self._system = system
+        self._network = network
+        self._endpoint = endpoint
+        self._metrics = metrics
+        self._control_endpoint = control_endpoint
+        self._bound = bound
+        self._model = model
+        self._routing = Routing()
+        self._listener: Listener | None = None
+        self._stopping: list[tuple[Stop, Reply]] = []
+        self._taken = 0
+
+    async def on_start(self) -> None:
+        """Listen."""
+        self._listener = Listener(
+            self._system,
+            self._network,
+            self._endpoint,
+            name=self.name,
+            inboxes={Role.CLIENT: FromClient, Role.REPLICA: FromReplica},
+            outboxes={Role.CLIENT: ToClient, Role.REPLICA: ToReplica},
+            welcome=self._welcome,
+            deliver=self.ref.tell,
+        )
+        self._bound(self._listener.endpoint)
+        self.spawn(self._listener.run)
+
+    async def on_stop(self) -> None:
+        """End every stream when this is the end; a crash ends none, the next life goes on."""
+        if self._listener is None:
+            return
+        if not self.cell.crashed:
+            failure = Failure(code="ActorStopped", message="the engine stopped")
+            self._end(self._routing.open_requests(), FinishReason.ABORT, failure)
+        self._listener.close()
+
+    async def on_drain(self, verb: Stop) -> ControlReply | None:
+        """Refuse new requests; acknowledged when every open one has its terminal delta."""
+        self._stopping.append((verb, self.defer()))
+        if verb.drain_s > 0:
+            self.tell_self_at(trio.current_time() + verb.drain_s, _DrainOver())
+        else:
+            self._end(self._routing.open_requests(), FinishReason.ABORT)
+        self._acknowledge_stop()
+        return None
+
+    async def receive(self, message: CoordinatorInbox) -> object:
+        """Handle one message; the answer of AbortRequests is how many there were."""
+        answer: object = None
+        match message:
+            case Said(peer=peer, message=said):
+                self._hear(peer, said)
+            case Joined(peer=peer, hello=hello):
+                self._join(peer, hello)
+            case Left(peer=peer, reason=reason):
+                self._leave(peer, reason)
+            case AbortRequests():
+                answer = self._abort_requests(message)
+            case _DrainOver():
+                self._end(self._routing.open_requests(), FinishReason.ABORT)
+            case _Overdue():
+                now = trio.current_time()
+                late = [
+                    request for request in self._routing.unassigned() if request.deadline <= now
+                ]
+                self._end(late, FinishReason.DEADLINE)
+        self._acknowledge_stop()
+        return answer
+
+    def details(self) -> dict[str, int | float | str]:
+        """Return the counters `status` shows."""
+        return {
+            "open_requests": self._routing.num_open,
+            "requests_taken": self._taken,
+            "replicas": self._routing.num_replicas,
+            "frames_refused": 0 if self._listener is None else self._listener.frames_refused,
+        }
+
+    def _welcome(self, session: str) -> Welcome:
+        return Welcome(
+            name=self.name,
+            session=session,
+            max_frame_bytes=self._listening.max_frame_bytes,
+            control_endpoint=self._control_endpoint(),
+            model=self._model,
+        )
+
+    @property
+    def _listening(self) -> Listener:
+        assert self._listener is not None
+        return self._listener
+
+    def _hear(self, peer: PeerKey, said: Message) -> None:
+        match said:
+            case Submit():
+                self._submit(peer, said)
+            case Abort(request_id=request_id):
+                request = self._routing.of_client(peer, request_id)
+                if request is not None:
+                    self._abort([request])
+            case Accepted():
+                self._accepted(said)
+            case Refused():
+                self._refused(said)
+            case TokensOut():
+                self._tokens(said)
+            case StepStats() | RequestStats():
+                self._metrics.tell_nowait(said)
+
+    def _submit(self, peer: PeerKey, submit: Submit) -> None:
+        try:
+            if self._stopping:
+                raise ActorStopped("the engine is stopping and takes no new requests")
+            request = self._routing.submit(peer, submit, trio.current_time())
+        except (RequestError, MailboxFull, ActorStopped) as error:
+            refused = Refused(request_id=submit.request_id, failure=Failure.of(error))
+            self._listening.send(peer, refused)
+            return
+        self._taken += 1
+        self._assign(request)
+        if request.replica is None and request.deadline != float("inf"):
+            self.tell_self_at(request.deadline, _Overdue())
+
+    def _assign(self, request: OpenRequest) -> None:
+        replica = self._routing.assign(request)
+        if replica is not None:
+            # A replica that is gone by now says so with a Left, which brings the request back.
+            self._listening.send(replica, request.for_replica(trio.current_time()))
+
+    def _accepted(self, accepted: Accepted) -> None:
+        request = self._routing.find(accepted.request_id)
+        if request is None:
+            return
+        news = self._routing.accept(request, accepted)
+        if news is not None:
+            self._listening.send(request.client, news)
+
+    def _refused(self, refused: Refused) -> None:
+        request = self._routing.find(refused.request_id)
+        if request is None:
+            return
+        if request.accepted:
+            self._end([request], FinishReason.ERROR, refused.failure)
+            return
+        self._routing.close(request)
+        self._listening.send(
+            request.client, Refused(request_id=request.client_id, failure=refused.failure)
+        )
+
+    def _tokens(self, tokens: TokensOut) -> None:
+        by_client: defaultdict[PeerKey, list[Delta]] = defaultdict(list)
+        for delta in tokens.deltas:
+            request = self._routing.find(delta.request_id)
+            if request is not None:
+                by_client[request.client].append(self._routing.deliver(request, delta))
+        for client, deltas in by_client.items():
+            self._listening.send(client, TokensOut(deltas=tuple(deltas)))
+
+    def _join(self, peer: PeerKey, hello: Hello) -> None:
+        if hello.role is Role.REPLICA:
+            self._leave(peer, "said hello again")
+            self._routing.replica_joined(peer)
+            self.log.info("replica joined", replica=hello.name)
+            for request in self._routing.unassigned():
+                self._assign(request)
+
+    def _leave(self, peer: PeerKey, reason: str) -> None:
+        again, hopeless = self._routing.replica_left(peer)
+        if again or hopeless:
+            self.log.warning("replica lost", reason=reason, open=len(again), given_up=len(hopeless))
+        failure = Failure(
+            code="RequestFailed",
+            message="every replica that ran this request was lost",
+        )
+        self._end(hopeless, FinishReason.ERROR, failure)
+        for request in again:
+            if request.aborting:
+                self._end([request], FinishReason.ABORT)
+            else:
+                self._assign(request)
+        self._abort(self._routing.client_left(peer))
+
+    def _abort(self, requests: list[OpenRequest]) -> None:
+        """Abort requests; those at a replica end when it says so, and has freed what they hold."""
+        for request in requests:
+            if request.replica is None:
+                self._end([request], FinishReason.ABORT)
+            elif not request.aborting:
+                request.aborting = True
+                self._listening.send(request.replica, Abort(request_id=request.wire_id))
+
+    def _end(
+        self, requests: list[OpenRequest], reason: FinishReason, failure: Failure | None = None
+    ) -> None:
+        """Send terminal deltas made here, and tell the replicas to free what they hold."""
+        for request in requests:
+            if request.replica is not None:
+                self._listening.send(request.replica, Abort(request_id=request.wire_id))
+            self._routing.close(request)
+            terminal = TokensOut(deltas=(request.terminal(reason, failure),))
+            self._listening.send(request.client, terminal)
+
+    def _abort_requests(self, message: AbortRequests) -> AbortReply | CallboardError:
+        if bool(message.request_id) == message.all:
+            return RequestError(
+                "say which request to abort, or that all are meant",
+                field="request_id",
+                allowed="one id, or the flag for all",
+            )
+        requests = (
+            self._routing.open_requests()
+            if message.all
+            else self._routing.by_client_id(message.request_id)
+        )
+        self._abort(requests)
+        return AbortReply(aborted=len(requests))
+
+    def _acknowledge_stop(self) -> None:
+        """Answer every STOP once nothing is open; the list stays, and says that we are stopping."""
+        if self._routing.num_open:
+            return
+        for verb, reply in self._stopping:
+            if not reply.settled:
+                reply.send(self.ack(verb))

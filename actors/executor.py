@@ -1,0 +1,127 @@
+"""The executor: owns the device thread and everything that lives on the device."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from callboard.actors.actor import Actor
+from callboard.actors.device_thread import DeviceThread
+from callboard.actors.ref import ActorRef
+from callboard.messages.control import ControlReply, KVLevel, Resume, Suspend, WeightsLevel
+from callboard.messages.steps import DeviceReady, DropRows, RowId, RunStep, StepDone
+
+ExecutorInbox = RunStep | DropRows
+
+
+class Runner(Protocol):
+    """What drives the device: `callboard.gpu.runner.ModelRunner`, or a script in tests.
+
+    Every method is called on the device thread.
+    """
+
+    def load(self) -> None:
+        """Load the weights; harmless when they are there."""
+        ...
+
+    def allocate(self) -> None:
+        """Allocate the KV cache, empty; harmless when it is there."""
+        ...
+
+    def free_weights(self) -> int:
+        """Free the weights; returns by how many bytes the process or device shrank."""
+        ...
+
+    def free_kv(self) -> int:
+        """Free the KV cache and forget every row; returns the bytes the system got back."""
+        ...
+
+    def execute(self, step: RunStep) -> StepDone:
+        """Run one step."""
+        ...
+
+    def drop(self, rows: tuple[RowId, ...]) -> None:
+        """Forget rows; unknown ones are ignored."""
+        ...
+
+    def room(self) -> DeviceReady:
+        """Say what fits, once the cache is allocated."""
+        ...
+
+    def describe(self) -> dict[str, int | float | str]:
+        """Return what `status` shows: device, dtype, backend, bytes."""
+        ...
+
+
+class Executor(Actor[ExecutorInbox]):
+    """Runs steps one at a time. An error in a step is the end of this life and of all rows."""
+
+    def __init__(
+        self,
+        make_runner: Callable[[], Runner],
+        *,
+        scheduler: ActorRef[StepDone | DeviceReady],
+        allocator: ActorRef[DeviceReady],
+    ) -> None:
+        self._make_runner = make_runner
+        self._scheduler = scheduler
+        self._allocator = allocator
+        self._thread = DeviceThread("callboard device")
+        self._runner: Runner
+        self._details: dict[str, int | float | str] = {}
+        self._announced = False
+
+    async def on_start(self) -> None:
+        """Load the model and say what fits; while suspended, take no more than that leaves."""
+        self._thread.start()
+        self._runner = await self._thread.run(self._make_runner)
+        levels = self.cell.suspended
+        if levels is None:
+            await self._take_memory()
+        elif levels.weights is WeightsLevel.KEEP:
+            await self._thread.run(self._runner.load)
+        await self._describe()
+
+    async def on_stop(self) -> None:
+        """End the thread once its job is done."""
+        await self._thread.aclose()
+
+    async def receive(self, message: ExecutorInbox) -> None:
+        """Handle one message."""
+        match message:
+            case RunStep():
+                done = await self._thread.run(lambda: self._runner.execute(message))
+                await self._scheduler.tell(done)
+            case DropRows(rows=rows):
+                await self._thread.run(lambda: self._runner.drop(rows))
+
+    async def on_suspend(self, verb: Suspend) -> ControlReply | None:
+        """Free what the levels name; acknowledged when the system has it back."""
+        freed = 0
+        if verb.kv is KVLevel.DROP:
+            freed += await self._thread.run(self._runner.free_kv)
+        if verb.weights is WeightsLevel.DISCARD:
+            freed += await self._thread.run(self._runner.free_weights)
+        await self._describe()
+        return self.ack(verb, bytes_freed=freed)
+
+    async def on_resume(self, verb: Resume) -> ControlReply | None:
+        """Take back whatever is missing."""
+        await self._take_memory()
+        await self._describe()
+        return self.ack(verb)
+
+    def details(self) -> dict[str, int | float | str]:
+        """Return the runner's description as of the last change."""
+        return self._details
+
+    async def _take_memory(self) -> None:
+        await self._thread.run(self._runner.load)
+        await self._thread.run(self._runner.allocate)
+        if not self._announced:
+            self._announced = True
+            room = await self._thread.run(self._runner.room)
+            # The allocator first: the scheduler asks it as soon as it knows.
+            await self._allocator.tell(room)
+            await self._scheduler.tell(room)
+
+    async def _describe(self) -> None:
+        self._details = await self._thread.run(self._runner.describe)

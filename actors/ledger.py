@@ -1,0 +1,234 @@
+"""The requests a scheduler has accepted: what each has produced, where it stands, how it ended.
+
+Pure: no I/O, no clock of its own. Whatever happens to a request, `finish` is called on it once and
+what it returns is its terminal delta.
+"""
+
+import enum
+from array import array
+from collections.abc import Iterator
+from typing import Protocol
+
+from callboard.messages.base import pack_floats, pack_ids
+from callboard.messages.errors import Failure
+from callboard.messages.requests import Delta, FinishReason, RequestId
+from callboard.messages.sampling import SamplingParams
+from callboard.messages.steps import RowId, RowSampling
+
+TopLogprobs = tuple[tuple[int, float], ...]
+
+
+class Phase(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = enum.auto()  # in the queue, holding nothing
+    PREFILLING = enum.auto()  # a row, with part of its prompt still to be computed
+    DECODING = enum.auto()  # a row that gets a token a step
+    STARVED = enum.auto()  # a decoding row whose last block is full, waiting for another
+    DONE = enum.auto()
+
+
+class TextOut(Protocol):
+    """Text made of one request's token ids; see `callboard.gpu.text.TextStream`."""
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the text."""
+        ...
+
+    def push(self, token_id: int) -> str:
+        """Take a token and return the text that may be shown now."""
+        ...
+
+    def finish(self) -> str:
+        """Return the text held back."""
+        ...
+
+
+class Request:
+    """One accepted request. Its output survives everything but its end."""
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        prompt: "array[int]",
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_tokens: int,
+        stop_token_ids: tuple[int, ...],
+        order: tuple[int, int],
+        text: TextOut | None,
+        accepted_at: float,
+        deadline: float,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.params = params
+        self.seed = seed
+        self.max_tokens = max_tokens
+        self.stop_token_ids = stop_token_ids
+        self.order = order
+        self.text = text
+        self.accepted_at = accepted_at
+        self.deadline = deadline
+        self.first_token_at: float | None = None
+        self.finish_reason: FinishReason | None = None
+        self.output: array[int] = array("i")
+        self.phase = Phase.WAITING
+        self.row: RowId | None = None
+        self.target = 0  # tokens to prefill: prompt and output so far
+        self.length = 0  # tokens in the KV cache
+        self.blocks = 0  # blocks held
+        self.crashes = 0
+
+    @property
+    def tokens(self) -> "array[int]":
+        """Everything a recomputation has to put back: the prompt and the output so far."""
+        return self.prompt + self.output
+
+    def restore_output(self, delivered: "array[int]") -> None:
+        """Take over output that its client already has, from an earlier life of the request."""
+        for token_id in delivered:
+            self.output.append(token_id)
+            if self.text is not None:
+                self.text.push(token_id)
+
+    def admit(self, row: RowId) -> None:
+        """Become a row, with everything still to be prefilled."""
+        self.row = row
+        self.target = len(self.prompt) + len(self.output)
+        self.length = 0
+        self.blocks = 0
+        self.phase = Phase.PREFILLING
+
+    def checkpoint(self) -> None:
+        """Leave the device: keep the output, and prefill it with the prompt next time."""
+        self.row = None
+        self.length = 0
+        self.blocks = 0
+        self.phase = Phase.WAITING
+
+    def sampling(self) -> RowSampling:
+        """Return what the executor needs to know to choose this request's tokens."""
+        params = self.params
+        return RowSampling(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            min_tokens=params.min_tokens,
+            stop_token_ids=self.stop_token_ids,
+            first_position=len(self.output),
+            logprobs=-1 if params.logprobs is None else params.logprobs,
+        )
+
+    def take_token(
+        self, token_id: int, logprob: float | None, top: TopLogprobs, weights_version: int
+    ) -> Delta:
+        """Append a sampled token and return what it adds to the stream, text included."""
+        start = len(self.output)
+        self.output.append(token_id)
+        text = "" if self.text is None else self.text.push(token_id)
+        wants_logprobs = self.params.logprobs is not None and logprob is not None
+        return Delta(
+            request_id=self.request_id,
+            start=start,
+            token_ids=pack_ids((token_id,)),
+            text=text,
+            logprobs=pack_floats((logprob,)) if wants_logprobs and logprob is not None else b"",
+            top_logprobs=(top,) if self.params.logprobs else (),
+            weights_version=weights_version,
+        )
+
+    def held_text(self) -> str:
+        """Return the text held back for a stop string or half a character, at the end."""
+        return "" if self.text is None else self.text.finish()
+
+    @property
+    def hit_stop_string(self) -> bool:
+        """Whether the text has met one of the request's stop strings."""
+        return self.text is not None and self.text.stopped is not None
+
+
+class Ledger:
+    """All accepted requests by id, and those with a row by row."""
+
+    def __init__(self) -> None:
+        self._requests: dict[RequestId, Request] = {}
+        self._rows: dict[RowId, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._requests
+
+    def add(self, request: Request) -> None:
+        """Accept a request whose id is not in use."""
+        assert request.request_id not in self._requests
+        self._requests[request.request_id] = request
+
+    def get(self, request_id: RequestId) -> Request | None:
+        """Return a request that has not ended, or None."""
+        return self._requests.get(request_id)
+
+    def in_row(self, row: RowId) -> Request | None:
+        """Return the request that has that row now; None when the row was dropped meanwhile."""
+        return self._rows.get(row)
+
+    def rows(self) -> list[Request]:
+        """Return the requests with a row, in the order in which they were admitted."""
+        return list(self._rows.values())
+
+    @property
+    def num_rows(self) -> int:
+        """How many requests have a row."""
+        return len(self._rows)
+
+    def admit(self, request: Request, row: RowId) -> None:
+        """Give a request a row."""
+        request.admit(row)
+        self._rows[row] = request
+
+    def checkpoint(self, request: Request) -> RowId:
+        """Take a request off the device, output kept; returns the row it had."""
+        row = request.row
+        assert row is not None
+        del self._rows[row]
+        request.checkpoint()
+        return row
+
+    def finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        failure: Failure | None = None,
+        last: Delta | None = None,
+    ) -> Delta:
+        """End a request, once; returns its terminal delta, with `last` step's part in it."""
+        assert request.phase is not Phase.DONE, f"{request.request_id} ended twice"
+        if request.row is not None:
+            del self._rows[request.row]
+        del self._requests[request.request_id]
+        request.phase = Phase.DONE
+        request.finish_reason = reason
+        # What is held back because a stop string might begin there is text like any other now.
+        text = "" if request.hit_stop_string else request.held_text()
+        return Delta(
+            request_id=request.request_id,
+            start=len(request.output) if last is None else last.start,
+            token_ids=b"" if last is None else last.token_ids,
+            text=text if last is None else last.text + text,
+            logprobs=b"" if last is None else last.logprobs,
+            top_logprobs=() if last is None else last.top_logprobs,
+            finish=reason,
+            failure=failure,
+            weights_version=0 if last is None else last.weights_version,
+        )

@@ -1,0 +1,56 @@
+"""The metrics actor: adds up what the others tell it. Its mailbox sheds, so it never slows them."""
+
+import msgspec
+
+from callboard.actors.actor import Actor
+from callboard.actors.mailbox import Overflow
+from callboard.messages.events import RequestStats, StepStats
+
+MetricsInbox = StepStats | RequestStats
+
+
+class _Replica(msgspec.Struct):
+    steps: int = 0
+    tokens: int = 0
+    sampled: int = 0
+    step_seconds: float = 0.0
+    requests: int = 0
+    first_token_seconds: float = 0.0
+    request_seconds: float = 0.0
+
+
+class Metrics(Actor[MetricsInbox]):
+    """Counters and sums by replica; `status` shows them."""
+
+    overflow = Overflow.SHED
+
+    def __init__(self) -> None:
+        self._replicas: dict[str, _Replica] = {}
+
+    async def receive(self, message: MetricsInbox) -> None:
+        """Add one report up."""
+        replica = self._replicas.setdefault(message.replica, _Replica())
+        match message:
+            case StepStats():
+                replica.steps += 1
+                replica.tokens += message.num_tokens
+                replica.sampled += message.num_sampled
+                replica.step_seconds += message.seconds
+            case RequestStats():
+                replica.requests += 1
+                replica.first_token_seconds += message.first_token_s
+                replica.request_seconds += message.total_s
+
+    def details(self) -> dict[str, int | float | str]:
+        """Return the sums over all replicas, and means a person can read."""
+        replicas = self._replicas.values()
+        requests = sum(replica.requests for replica in replicas)
+        first = sum(replica.first_token_seconds for replica in replicas)
+        return {
+            "steps": sum(replica.steps for replica in replicas),
+            "tokens_computed": sum(replica.tokens for replica in replicas),
+            "tokens_sampled": sum(replica.sampled for replica in replicas),
+            "step_seconds": round(sum(replica.step_seconds for replica in replicas), 3),
+            "requests": requests,
+            "mean_time_to_first_token_s": round(first / requests, 4) if requests else 0.0,
+        }

@@ -1,0 +1,322 @@
+"""The scheduler: owns the requests of a replica and decides, step by step, who runs.
+
+A step is one round: propose to the allocator, plan with what it grants, tell the executor, apply
+its result. At most one round is under way. PAUSE is acknowledged when none is, and then none is
+begun; everything else (new requests, aborts, deadlines) goes on meanwhile.
+"""
+
+import enum
+import secrets
+from collections.abc import Callable
+
+import trio
+
+from callboard.actors.actor import Actor
+from callboard.actors.ledger import Request, TextOut
+from callboard.actors.mailbox import Reply
+from callboard.actors.policy import Advanced, SchedulingPolicy, tokens_of
+from callboard.actors.ref import ActorRef
+from callboard.messages.base import Message
+from callboard.messages.blocks import BlocksGranted, ReleaseBlocks, ReserveBlocks
+from callboard.messages.control import (
+    ControlReply,
+    KVLevel,
+    Pause,
+    PauseMode,
+    Resume,
+    State,
+    Suspend,
+    Unpause,
+)
+from callboard.messages.errors import Failure, MailboxFull, RequestError
+from callboard.messages.events import RequestStats, StepStats
+from callboard.messages.requests import (
+    Abort,
+    Accepted,
+    Enqueue,
+    FinishReason,
+    ForgetAll,
+    Refused,
+    RequestId,
+    TokensOut,
+)
+from callboard.messages.sampling import SamplingParams
+from callboard.messages.steps import DeviceReady, DropRows, RowId, RunStep, StepDone
+
+SchedulerInbox = Enqueue | Abort | ForgetAll | BlocksGranted | StepDone | DeviceReady
+
+MAX_QUEUED = 10_000
+"""Requests a scheduler keeps, running and waiting; more are refused."""
+
+
+class _DeadlinePassed(Message, frozen=True):
+    """Scheduler → itself: the request's time is over, unless it ended before."""
+
+    request_id: RequestId
+
+
+class _DrainOver(Message, frozen=True):
+    """Scheduler → itself: the requests that still run have had their time."""
+
+
+class _Round(enum.Enum):
+    """What the step round waits for."""
+
+    NONE = enum.auto()
+    BLOCKS = enum.auto()
+    STEP = enum.auto()
+
+
+class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
+    """See the module."""
+
+    capacity = 4 * 1024
+
+    def __init__(
+        self,
+        *,
+        allocator: ActorRef[ReserveBlocks | ReleaseBlocks],
+        executor: ActorRef[RunStep | DropRows],
+        out: ActorRef[Accepted | Refused | TokensOut | StepStats | RequestStats],
+        text_for: Callable[[SamplingParams], TextOut] | None,
+        eos_token_ids: tuple[int, ...] = (),
+        replica: str = "replica",
+        prefill_chunk_tokens: int | None = None,
+        max_queued: int = MAX_QUEUED,
+    ) -> None:
+        """`text_for` makes the text stream of a request; None when the model has no tokenizer."""
+        self._allocator = allocator
+        self._executor = executor
+        self._out = out
+        self._text_for = text_for
+        self._eos_token_ids = eos_token_ids
+        self._replica = replica
+        self._max_queued = max_queued
+        self._policy = SchedulingPolicy(prefill_chunk_tokens=prefill_chunk_tokens)
+        self._round = _Round.NONE
+        self._round_step = 0
+        self._paused = False
+        self._draining = False
+        self._pausing: list[tuple[Pause, Reply]] = []
+        self._arrivals = 0
+        self._steps = 0
+        self._free_blocks = 0
+
+    async def receive(self, message: SchedulerInbox | _DeadlinePassed | _DrainOver) -> None:
+        """Handle one message, then begin a step if one is due."""
+        match message:
+            case Enqueue():
+                await self._enqueue(message)
+            case Abort(request_id=request_id):
+                await self._finish(request_id, FinishReason.ABORT)
+            case _DeadlinePassed(request_id=request_id):
+                await self._finish(request_id, FinishReason.DEADLINE)
+            case ForgetAll():
+                await self._release(self._policy.forget_all(), dropped=True)
+            case BlocksGranted():
+                await self._plan(message)
+            case StepDone():
+                await self._advance(message)
+            case DeviceReady():
+                await self._meet_device(message)
+            case _DrainOver():
+                await self._abort_running()
+        await self._go_on()
+
+    async def on_pause(self, verb: Pause) -> ControlReply | None:
+        """Stop stepping; acknowledged when no step is under way."""
+        if verb.mode is PauseMode.ABORT:
+            for request in list(self._policy.ledger):
+                await self._finish(request.request_id, FinishReason.ABORT)
+        if verb.mode is PauseMode.DRAIN and not self._paused:
+            self._draining = True
+            self._policy.admitting = False
+            self.tell_self_at(trio.current_time() + verb.drain_s, _DrainOver())
+        else:
+            self._paused = True
+        self.cell.state = State.PAUSING
+        self._pausing.append((verb, self.defer()))
+        await self._go_on()
+        return None
+
+    async def on_unpause(self, verb: Unpause) -> ControlReply | None:
+        """Step again."""
+        self._paused = self._draining = False
+        self._policy.admitting = True
+        reply = self.ack(verb, requests=len(self._policy.ledger))
+        await self._go_on()
+        return reply
+
+    async def on_suspend(self, verb: Suspend) -> ControlReply | None:
+        """Take every row off the device if its memory goes; their outputs stay here."""
+        if self._round is not _Round.NONE or not self._paused:
+            return ControlReply(verb="suspend", state=self.cell.state, refused="pause first")
+        if verb.kv is KVLevel.DROP:
+            await self._release(self._policy.checkpoint_all(), dropped=True)
+        return self.ack(verb, requests=len(self._policy.ledger))
+
+    async def on_resume(self, verb: Resume) -> ControlReply | None:
+        """Be paused, with the memory back."""
+        return self.ack(verb, requests=len(self._policy.ledger))
+
+    def details(self) -> dict[str, int | float | str]:
+        """Return the counters `status` shows."""
+        counts = self._policy.counts()
+        return {
+            "steps": self._steps,
+            "running": counts.running,
+            "waiting": counts.waiting,
+            "paused": counts.paused,
+        }
+
+    async def _enqueue(self, message: Enqueue) -> None:
+        try:
+            request = self._request(message)
+        except (RequestError, MailboxFull) as error:
+            await self._out.tell(Refused(request_id=message.request_id, failure=Failure.of(error)))
+            return
+        self._policy.add(request)
+        if request.deadline != float("inf"):
+            self.tell_self_at(request.deadline, _DeadlinePassed(request_id=request.request_id))
+        await self._out.tell(
+            Accepted(
+                request_id=request.request_id,
+                prompt_token_ids=message.prompt_token_ids,
+                seed=request.seed,
+            )
+        )
+
+    def _request(self, message: Enqueue) -> Request:
+        policy, params = self._policy, message.params
+        if message.request_id in policy.ledger:
+            raise RequestError(
+                f"the id {message.request_id} is in use", field="request_id", allowed="a new id"
+            )
+        if len(policy.ledger) >= self._max_queued:
+            raise MailboxFull(f"{self._max_queued} requests are queued already")
+        prompt = tokens_of(message.prompt_token_ids)
+        max_tokens = policy.check_fits(len(prompt), params.max_tokens)
+        now = trio.current_time()
+        self._arrivals += 1
+        eos = () if params.ignore_eos else self._eos_token_ids
+        request = Request(
+            message.request_id,
+            prompt,
+            params,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            max_tokens=max_tokens,
+            stop_token_ids=tuple(sorted({*eos, *params.stop_token_ids})),
+            order=(message.priority, self._arrivals),
+            text=None if self._text_for is None else self._text_for(params),
+            accepted_at=now,
+            deadline=float("inf") if message.timeout_s is None else now + message.timeout_s,
+        )
+        request.restore_output(tokens_of(message.delivered))
+        return request
+
+    async def _finish(self, request_id: RequestId, reason: FinishReason) -> None:
+        request = self._policy.ledger.get(request_id)
+        if request is not None:
+            await self._apply(self._policy.finish(request, reason))
+
+    async def _abort_running(self) -> None:
+        if not self._draining:
+            return
+        for request in self._policy.ledger.rows():
+            await self._finish(request.request_id, FinishReason.ABORT)
+
+    async def _meet_device(self, device: DeviceReady) -> None:
+        in_flight = self._round is _Round.STEP
+        self._round = _Round.NONE
+        self._free_blocks = device.num_blocks
+        await self._apply(self._policy.device_ready(device, in_flight=in_flight))
+
+    async def _go_on(self) -> None:
+        """Begin a round if one is due, and say so if a pause has been reached."""
+        if self._draining and self._policy.ledger.num_rows == 0:
+            self._paused = True
+        if self._round is not _Round.NONE:
+            return
+        if self._paused:
+            while self._pausing:
+                verb, reply = self._pausing.pop()
+                reply.send(self.ack(verb, requests=len(self._policy.ledger)))
+        elif self._policy.device is not None and self._policy.has_work:
+            await self._propose()
+
+    async def _propose(self) -> None:
+        question = self._policy.propose()
+        self._round, self._round_step = _Round.BLOCKS, question.step
+        await self._allocator.tell(question)
+
+    async def _plan(self, granted: BlocksGranted) -> None:
+        if self._round is not _Round.BLOCKS or granted.step != self._round_step:
+            # An answer to a question from before the device was replaced.
+            await self._release(list(granted.blocks), dropped=False)
+            return
+        self._free_blocks = granted.free
+        planned = self._policy.plan(granted)
+        await self._release(planned.unused, dropped=False)
+        if planned.step is not None:
+            self._round = _Round.STEP
+            await self._executor.tell(planned.step)
+            return
+        self._round = _Round.NONE
+        evicted = self._policy.evict()
+        if evicted is not None:
+            await self._release([evicted], dropped=True)
+
+    async def _advance(self, done: StepDone) -> None:
+        if self._round is not _Round.STEP or done.step != self._round_step:
+            return
+        self._round = _Round.NONE
+        self._steps += 1
+        await self._apply(self._policy.advance(done, trio.current_time()))
+        await self._report_step(done)
+
+    async def _apply(self, result: Advanced) -> None:
+        dropped = set(result.dropped)
+        await self._release([row for row in result.gone if row not in dropped], dropped=False)
+        await self._release(result.dropped, dropped=True)
+        if result.deltas:
+            await self._out.tell(TokensOut(deltas=tuple(result.deltas)))
+        now = trio.current_time()
+        for request in result.ended:
+            await self._report_end(request, now)
+
+    async def _release(self, rows: list[RowId], *, dropped: bool) -> None:
+        """Give blocks back; `dropped` rows are still in the device's context."""
+        if not rows:
+            return
+        if dropped:
+            await self._executor.tell(DropRows(rows=tuple(rows)))
+        await self._allocator.tell(ReleaseBlocks(rows=tuple(rows)))
+
+    async def _report_step(self, done: StepDone) -> None:
+        counts = self._policy.counts()
+        await self._out.tell(
+            StepStats(
+                replica=self._replica,
+                step=self._steps,
+                num_tokens=done.num_tokens,
+                num_sampled=len(done.rows),
+                running=counts.running,
+                waiting=counts.waiting,
+                paused=counts.paused,
+                free_blocks=self._free_blocks,
+                seconds=done.seconds,
+            )
+        )
+
+    async def _report_end(self, request: Request, now: float) -> None:
+        first = now if request.first_token_at is None else request.first_token_at
+        await self._out.tell(
+            RequestStats(
+                replica=self._replica,
+                finish="" if request.finish_reason is None else request.finish_reason,
+                prompt_tokens=len(request.prompt),
+                output_tokens=len(request.output),
+                first_token_s=first - request.accepted_at,
+                total_s=now - request.accepted_at,
+            )
+        )

@@ -1,0 +1,144 @@
+"""Public fakes: a runner that computes nothing, for tests, simulations and benchmarks."""
+
+from collections.abc import Callable
+
+from callboard.messages.base import pack_ids, unpack_ids
+from callboard.messages.steps import Admit, DeviceReady, RowId, RowSampling, RunStep, StepDone
+
+NextToken = Callable[[list[int]], int]
+"""From all tokens of a sequence so far to the next one."""
+
+
+def count_up(tokens: list[int]) -> int:
+    """Return the last token plus one, within a vocabulary of 1,000."""
+    return (tokens[-1] + 1) % 1000
+
+
+class _Row:
+    def __init__(self, admit: Admit, block_tokens: int) -> None:
+        self.tokens = unpack_ids(admit.prompt)
+        self.sampling: RowSampling = admit.sampling
+        self.position = admit.sampling.first_position
+        self.length = 0
+        self.target = len(self.tokens)
+        self.room = 0
+        self.block_tokens = block_tokens
+
+    def feed(self, num_tokens: int, blocks: int) -> None:
+        self.room += blocks * self.block_tokens
+        self.length += num_tokens
+        assert self.length <= self.room, "more tokens than blocks for them"
+
+
+class ScriptedRunner:
+    """A `Runner` whose model is a Python function, as strict about blocks as a real cache is."""
+
+    def __init__(
+        self,
+        next_token: NextToken = count_up,
+        *,
+        block_tokens: int = 4,
+        num_blocks: int = 64,
+        max_rows: int = 16,
+        max_step_tokens: int = 64,
+        max_model_len: int = 1024,
+    ) -> None:
+        self._next_token = next_token
+        self._room = DeviceReady(
+            block_tokens=block_tokens,
+            num_blocks=num_blocks,
+            max_rows=max_rows,
+            max_step_tokens=max_step_tokens,
+            max_model_len=max_model_len,
+        )
+        self._rows: dict[RowId, _Row] = {}
+        self.loaded = False
+        self.allocated = False
+        self.steps = 0
+
+    def load(self) -> None:
+        """Pretend to load."""
+        self.loaded = True
+
+    def allocate(self) -> None:
+        """Pretend to allocate."""
+        self.allocated = True
+
+    def free_weights(self) -> int:
+        """Pretend to free."""
+        was, self.loaded = self.loaded, False
+        return 1000 * was
+
+    def free_kv(self) -> int:
+        """Forget all rows."""
+        was, self.allocated = self.allocated, False
+        self._rows.clear()
+        return 2000 * was
+
+    def room(self) -> DeviceReady:
+        """Return what the constructor was given."""
+        return self._room
+
+    def describe(self) -> dict[str, int | float | str]:
+        """Say that this is no device."""
+        return {"device": "script", "loaded": int(self.loaded), "allocated": int(self.allocated)}
+
+    def drop(self, rows: tuple[RowId, ...]) -> None:
+        """Forget rows."""
+        for row in rows:
+            self._rows.pop(row, None)
+
+    def execute(self, step: RunStep) -> StepDone:
+        """Run one step by the same rules as the real runner."""
+        assert self.loaded, "a step without weights"
+        assert self.allocated, "a step without a cache"
+        self.steps += 1
+        prefilled: set[RowId] = set()
+        num_tokens = self._admit(step, prefilled)
+        for chunk in step.continues:
+            self._rows[chunk.row].feed(chunk.num_tokens, len(chunk.blocks))
+            num_tokens += chunk.num_tokens
+            prefilled.add(chunk.row)
+        for grant in step.grants:
+            self._rows[grant.row].room += self._room.block_tokens
+        return self._sample(step.step, prefilled, num_tokens)
+
+    def _admit(self, step: RunStep, prefilled: set[RowId]) -> int:
+        for admit in step.admits:
+            assert admit.row not in self._rows, "a row twice"
+            row = self._rows[admit.row] = _Row(admit, self._room.block_tokens)
+            row.feed(admit.num_tokens, len(admit.blocks))
+            prefilled.add(admit.row)
+        assert len(self._rows) <= self._room.max_rows, "more rows than there are places"
+        return sum(admit.num_tokens for admit in step.admits)
+
+    def _sample(self, step: int, prefilled: set[RowId], num_tokens: int) -> StepDone:
+        rows, sampled, stopped, full = [], [], [], []
+        for row_id, row in list(self._rows.items()):
+            if row_id not in prefilled:
+                if row.length < row.target or row.length >= row.room:
+                    continue  # half prefilled, or starved
+                row.length += 1
+                num_tokens += 1
+            if row.length < row.target:
+                continue
+            token = self._next_token(row.tokens)
+            row.tokens.append(token)
+            row.position += 1
+            rows.append(row_id)
+            sampled.append(token)
+            sampling = row.sampling
+            if token in sampling.stop_token_ids and row.position > sampling.min_tokens:
+                stopped.append(row_id)
+            elif row.position >= sampling.max_tokens:
+                full.append(row_id)
+        self.drop((*stopped, *full))
+        assert num_tokens <= self._room.max_step_tokens, "more tokens than a step may feed"
+        return StepDone(
+            step=step,
+            rows=tuple(rows),
+            token_ids=pack_ids(sampled),
+            stopped=tuple(stopped),
+            full=tuple(full),
+            num_tokens=num_tokens,
+        )

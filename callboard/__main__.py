@@ -1,0 +1,5 @@
+"""`python -m callboard`."""
+
+from callboard.supervision import main
+
+main()

@@ -1,0 +1,83 @@
+"""Whether what a caller asks of a row is possible: the errors, and the checks that raise them.
+
+Functions of the message and a few numbers; the context calls them before it changes anything.
+"""
+
+from collections.abc import Sequence
+
+from callboard.gpu.memory import blocks_for
+from callboard.messages.errors import CallboardError
+from callboard.messages.steps import Admit, Continue
+
+
+class ContextOverflow(CallboardError):
+    """A row does not fit the context; nothing was changed."""
+
+
+class RowOverflow(ContextOverflow):
+    """All places for rows are taken."""
+
+
+class TokenOverflow(ContextOverflow):
+    """The step would have more tokens than its budget."""
+
+
+class SequenceOverflow(ContextOverflow):
+    """Prompt and output together are longer than the model's context."""
+
+
+class RowMismatch(CallboardError):
+    """What the caller says of a row is not what the context knows of it; nothing was changed."""
+
+
+def check_sequence(admit: Admit, num_prompt: int, max_model_len: int) -> None:
+    """Raise unless the row has a token to sample and room for all it may sample."""
+    sampling = admit.sampling
+    num_new = sampling.max_tokens - sampling.first_position
+    if num_new < 1:
+        raise RowMismatch(
+            f"row {admit.row} has no token to sample: its max_tokens is {sampling.max_tokens}, its"
+            f" first_position {sampling.first_position}"
+        )
+    if num_prompt + num_new > max_model_len:
+        raise SequenceOverflow(
+            f"row {admit.row} may get {num_prompt} + {num_new} tokens, and the context holds"
+            f" {max_model_len}"
+        )
+
+
+def check_chunk(step: Admit | Continue, *, num_cached: int, num_prompt: int) -> None:
+    """Raise unless the chunk has a token and ends within the prompt."""
+    rest = num_prompt - num_cached
+    if not 1 <= step.num_tokens <= rest:
+        raise RowMismatch(
+            f"row {step.row} has a chunk of {step.num_tokens} tokens, and must have 1 to {rest}:"
+            f" {num_cached} of its prompt of {num_prompt} are cached"
+        )
+
+
+def check_budget(num_more: int, num_tokens: int, max_tokens: int) -> None:
+    """Raise unless `num_more` tokens fit a step that has `num_tokens`."""
+    if num_tokens + num_more > max_tokens:
+        raise TokenOverflow(
+            f"the step has {num_tokens} tokens and is to get {num_more} more, and may have"
+            f" {max_tokens}"
+        )
+
+
+def check_chunk_blocks(step: Admit | Continue, *, num_cached: int, block_tokens: int) -> None:
+    """Raise unless the chunk brings exactly the blocks it needs."""
+    num_blocks = blocks_for(num_cached + step.num_tokens, block_tokens)
+    num_missing = num_blocks - blocks_for(num_cached, block_tokens)
+    if len(step.blocks) != num_missing:
+        raise RowMismatch(
+            f"row {step.row} got {len(step.blocks)} blocks for {step.num_tokens} tokens after"
+            f" {num_cached}, and needs {num_missing} of {block_tokens} tokens"
+        )
+
+
+def check_block_ids(blocks: Sequence[int], dummy: int) -> None:
+    """Raise unless each block is one that can be somebody's."""
+    for block in blocks:
+        if not 0 <= block < dummy:
+            raise RowMismatch(f"block {block} is not one of 0 to {dummy - 1}")

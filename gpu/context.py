@@ -1,0 +1,505 @@
+"""What the rows of a batch are doing: the bookkeeping between one forward pass and the next.
+
+Rows stand without gaps, and what they do is told by where they stand:
+
+    0            num_paused                                            num_rows        max_rows
+    | paused     | decoding ...  | prefilling ...  | half prefilled   |   unused      |
+                 |<---------------------- active -------------------->|
+
+A paused row has filled its last block and waits for another; the oldest wait is first. The
+prompt of at most one row is prefilled over several steps: that row is the last one, and it sits
+out (query length 0) while no chunk of it was asked for. All other active rows sample a token in
+every step.
+
+Two callers drive it. The executor says what each step admits and grants; the blocks are somebody
+else's. An embedded script gives it a `BlockPool` and calls `add_request` and `update_requests`.
+
+Knows nothing of requests, models or text. Letters: T tokens of a step, R rows that run in it, S
+rows that sample in it (the first S of the R).
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from callboard.gpu.admission import (
+    RowMismatch,
+    RowOverflow,
+    check_block_ids,
+    check_budget,
+    check_chunk,
+    check_chunk_blocks,
+    check_sequence,
+)
+from callboard.gpu.blocks import BlockPool
+from callboard.gpu.memory import blocks_for
+from callboard.gpu.rows import NO_ROW, NO_TOKEN, Indices, RowTable
+from callboard.gpu.sampling import SamplingRows
+from callboard.gpu.staging import Staging
+from callboard.gpu.step_inputs import StepInputs, build_inputs
+from callboard.messages.base import TokenIds
+from callboard.messages.errors import CallboardError
+from callboard.messages.steps import Admit, Continue, RowId, RowSampling
+
+
+class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step did to the rows, each named by its id.
+
+    `rows_S` and `token_ids_S` go together and are in the order of the logits. Rows in `failed`,
+    `stopped` and `full` have left; rows in `paused` wait for a block from now on.
+    """
+
+    rows_S: npt.NDArray[np.int64]
+    token_ids_S: npt.NDArray[np.int32]
+    stopped: npt.NDArray[np.int64]
+    full: npt.NDArray[np.int64]
+    failed: npt.NDArray[np.int64]
+    paused: npt.NDArray[np.int64]
+
+
+class _HalfPrefilled(msgspec.Struct, frozen=True):
+    """The last row, while chunks of its prompt are still to be asked for."""
+
+    row: RowId
+    prompt: npt.NDArray[np.int32]
+
+
+class DynamicContext:
+    """The rows of one executor; see the picture above.
+
+    Args:
+        max_rows: places for rows, paused ones included.
+        max_tokens: most tokens one step may feed.
+        max_model_len: most tokens a sequence may have, prompt and output.
+        block_tokens: token slots in a KV block.
+        num_blocks: blocks of the KV cache; the last one is the dummy.
+        device: where the inputs of the model go.
+        pool: where `add_request` and `update_requests` take blocks from and return them to.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        max_tokens: int,
+        max_model_len: int,
+        block_tokens: int,
+        num_blocks: int,
+        device: torch.device | str = "cpu",
+        pool: BlockPool | None = None,
+    ) -> None:
+        self.max_rows = max_rows
+        self.max_tokens = max_tokens
+        self.max_model_len = max_model_len
+        self.block_tokens = block_tokens
+        self.dummy = num_blocks - 1
+        self._pool = pool
+        self._staging = Staging(torch.device(device))
+        self._rows = RowTable(
+            max_rows=max_rows, max_blocks=blocks_for(max_model_len, block_tokens), dummy=self.dummy
+        )
+        self._num_rows = 0
+        self._num_paused = 0
+        self._half_prefilled: _HalfPrefilled | None = None
+        self._prefill_ids: dict[RowId, npt.NDArray[np.int32]] = {}  # chunks of the coming step
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are here: paused ones, running ones, and the one that is half prefilled."""
+        return self._num_rows
+
+    @property
+    def num_paused(self) -> int:
+        """Rows that wait for a block."""
+        return self._num_paused
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the coming step would feed now."""
+        return int(self._active("query_length").sum())
+
+    @property
+    def row_ids(self) -> list[RowId]:
+        """The rows by place."""
+        ids: list[RowId] = self._rows["id"][: self._num_rows].tolist()
+        return ids
+
+    @property
+    def paused_ids(self) -> list[RowId]:
+        """The rows that wait for a block, the longest wait first."""
+        return self.row_ids[: self._num_paused]
+
+    @property
+    def half_prefilled_id(self) -> RowId | None:
+        """The row whose prompt is not asked for to its end, if there is one."""
+        return self._half_prefilled.row if self._half_prefilled else None
+
+    # What changes between steps
+
+    def add_row(self, admit: Admit) -> None:
+        """Take a new row in; its first chunk is part of the coming step.
+
+        Raises ContextOverflow where there is no room, RowMismatch where the message contradicts
+        itself or the rows that are here.
+        """
+        prompt = np.frombuffer(admit.prompt, dtype=np.int32)
+        self._check_admit(admit, prompt)
+        place = self._num_rows
+        self._num_rows += 1
+        self._rows.write(place, admit.row, admit.sampling)
+        self._feed(place, prompt[: admit.num_tokens], admit.blocks)
+        if admit.num_tokens < len(prompt):
+            self._half_prefilled = _HalfPrefilled(admit.row, prompt)
+        elif self._half_prefilled is not None:
+            self._rows.swap(np.array([place - 1]), np.array([place]))
+
+    def continue_row(self, step: Continue) -> None:
+        """Make the next chunk of the half prefilled row part of the coming step."""
+        place = self._num_rows - 1
+        prompt, start = self._check_continue(step, place)
+        end = start + step.num_tokens
+        self._feed(place, prompt[start:end], step.blocks)
+        if end == len(prompt):
+            self._half_prefilled = None
+
+    def grant(self, rows: Sequence[RowId], blocks: Sequence[int]) -> None:
+        """Let paused rows go on, each with its new block; the others keep their order."""
+        if len(rows) == 0:
+            return
+        places = self._check_grant(rows, blocks)
+        self._rows.append_block_each(places, np.asarray(blocks, dtype=np.int32))
+        self._rows["last_offset"][places] = 0
+        self._rows["query_length"][places] = 1
+        waiting = np.delete(np.arange(self._num_paused), places)
+        self._rows.move(np.arange(self._num_paused), np.concatenate((waiting, places)))
+        self._num_paused = len(waiting)
+
+    def drop(self, rows: Collection[RowId]) -> None:
+        """Forget rows wherever they stand; ids that are not here are ignored."""
+        leaving = np.isin(self._rows["id"][: self._num_rows], list(rows))
+        if not leaving.any():
+            return
+        self._release(np.flatnonzero(leaving))
+        staying = np.flatnonzero(~leaving)
+        self._rows.move(np.arange(len(staying)), staying)
+        self._num_paused -= int(leaving[: self._num_paused].sum())
+        self._shrink(len(staying))
+        for row in rows:
+            self._prefill_ids.pop(row, None)
+        if self.half_prefilled_id in rows:
+            self._half_prefilled = None
+
+    def reset(self) -> None:
+        """Forget all rows."""
+        self.drop(self.row_ids)
+
+    # A step
+
+    def begin_step(self) -> StepInputs | None:
+        """Return the inputs of a forward pass over every row that can run; None when none can.
+
+        A step that fails changes no row: it may be begun again, or its rows dropped.
+        """
+        if self._end_of_running == self._num_paused:
+            return None
+        self._put_single_tokens_first()
+        running = slice(self._num_paused, self._end_of_running)
+        query_lens_R = self._rows["query_length"][running].copy()
+        return build_inputs(
+            input_ids_T=self._gather_ids(int(query_lens_R.sum())),
+            query_lens_R=query_lens_R,
+            kv_lens_R=self._rows["kv_length"][running] + query_lens_R,
+            block_table_RB=self._rows.block_table[running],
+            num_sampling=self._num_sampling,
+            block_tokens=self.block_tokens,
+            staging=self._staging,
+        )
+
+    def sampling_rows(self) -> SamplingRows:
+        """Return how the rows of the step that was begun choose their tokens."""
+        sampling = slice(self._num_paused, self._end_of_sampling)
+        records = self._rows.records[sampling]
+        stop_ids = self._rows.stop_ids_of(sampling)
+        too_early = records["position"] < records["min_tokens"]
+        rows, columns = np.nonzero((stop_ids != NO_TOKEN) & too_early[:, None])
+        return SamplingRows.build(
+            temperature=records["temperature"],
+            top_k=records["top_k"],
+            top_p=records["top_p"],
+            min_p=records["min_p"],
+            seed=records["seed"],
+            position=records["position"],
+            banned=(rows, stop_ids[rows, columns]),
+        )
+
+    def logprobs_wanted(self) -> npt.NDArray[np.int32]:
+        """Return what each sampling row asks for, [S]: see `RowSampling.logprobs`."""
+        return self._rows["logprobs"][self._num_paused : self._end_of_sampling].copy()
+
+    def finish_step(
+        self,
+        token_ids_S: npt.NDArray[np.integer[Any]],
+        failed_S: npt.NDArray[np.bool_] | None = None,
+    ) -> StepOutcome:
+        """Take the tokens the step sampled: rows end, go on, or wait for a block.
+
+        A row ends with one of its stop ids once `min_tokens` tokens precede it, with its last
+        allowed token, or where `failed_S` says that its token is none.
+        """
+        self._check_sampled("tokens", len(token_ids_S))
+        tokens_S = np.asarray(token_ids_S, dtype=np.int32)
+        sampling = slice(self._num_paused, self._end_of_sampling)
+        records = self._rows.records[sampling]
+        failed = np.zeros(len(records), dtype=np.bool_) if failed_S is None else failed_S
+        is_stop_id = (self._rows.stop_ids_of(sampling) == tokens_S[:, None]).any(axis=1)
+        stopped = is_stop_id & (records["position"] >= records["min_tokens"]) & ~failed
+        full = (records["position"] + 1 >= records["max_tokens"]) & ~stopped & ~failed
+        ids = records["id"].copy()
+        paused = self._advance(tokens_S, leaving=stopped | full | failed)
+        return StepOutcome(
+            rows_S=ids[~failed],
+            token_ids_S=tokens_S[~failed],
+            stopped=ids[stopped],
+            full=ids[full],
+            failed=ids[failed],
+            paused=paused,
+        )
+
+    # Alone, with a pool
+
+    def add_request(
+        self, row: RowId, prompt: TokenIds, sampling: RowSampling, *, num_tokens: int | None = None
+    ) -> None:
+        """Add a row with blocks of the pool: its whole prompt, or a first chunk of `num_tokens`.
+
+        Raises OutOfBlocks or what `add_row` raises; the pool is then as it was.
+        """
+        pool = self._own_pool()
+        chunk = len(prompt) // 4 if num_tokens is None else num_tokens
+        blocks = pool.allocate(blocks_for(chunk, self.block_tokens))
+        try:
+            self.add_row(
+                Admit(
+                    row=row,
+                    prompt=prompt,
+                    num_tokens=chunk,
+                    blocks=tuple(blocks),
+                    sampling=sampling,
+                )
+            )
+        except CallboardError:
+            pool.release(blocks)
+            raise
+
+    def update_requests(
+        self,
+        active_mask_S: npt.NDArray[np.bool_],
+        new_tokens_S: npt.NDArray[np.integer[Any]],
+    ) -> list[RowId]:
+        """Finish a step whose caller judged which rows go on, then resume what the pool allows.
+
+        Rows that end give their blocks back first; paused rows then resume, the longest wait
+        first. Returns the rows that this step left waiting.
+        """
+        self._check_sampled("entries of the mask", len(active_mask_S))
+        self._check_sampled("tokens", len(new_tokens_S))
+        tokens_S = np.asarray(new_tokens_S, dtype=np.int32)
+        paused = self._advance(tokens_S, leaving=~np.asarray(active_mask_S, dtype=np.bool_))
+        self._resume_from_pool()
+        still_paused = set(self.paused_ids)
+        return [row for row in paused.tolist() if row in still_paused]
+
+    def check(self) -> None:
+        """Raise AssertionError unless the rows are as the picture says; slow, for tests."""
+        rows = self._rows.records[: self._num_rows]
+        lengths = rows["kv_length"] + rows["query_length"]
+        assert 0 <= self._num_paused <= self._num_rows <= self.max_rows
+        assert len(set(rows["id"].tolist())) == self._num_rows, "a row is here twice"
+        assert (rows["num_blocks"] == -(-lengths // self.block_tokens)).all(), "wrong block count"
+        assert (rows["last_offset"] == (lengths - 1) % self.block_tokens).all(), "wrong offset"
+        self._check_blocks(rows["num_blocks"])
+        self._check_regions(rows["query_length"])
+        assert (self._rows["id"][self._num_rows :] == NO_ROW).all(), "a place is not empty"
+
+    # How rows move
+
+    def _advance(
+        self, token_ids_S: npt.NDArray[np.int32], *, leaving: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.int64]:
+        """Count this step's tokens as cached, let rows leave, and return the rows newly paused."""
+        active = slice(self._num_paused, self._num_rows)
+        sampling = slice(self._num_paused, self._end_of_sampling)
+        self._rows["kv_length"][active] += self._rows["query_length"][active]
+        self._rows["query_length"][active] = 0
+        self._rows["next_token"][sampling] = token_ids_S
+        self._rows["position"][sampling] += 1
+        self._prefill_ids.clear()
+        self._release(self._num_paused + np.flatnonzero(leaving))
+        self._compact(leaving)
+        return self._pause_full_rows()
+
+    def _compact(self, leaving: npt.NDArray[np.bool_]) -> None:
+        """Fill the places of leaving rows with the last staying ones, moving as few as can be."""
+        num_staying = len(leaving) - int(leaving.sum())
+        if num_staying == len(leaving):
+            return
+        boundary = self._num_paused + num_staying
+        holes = self._num_paused + np.flatnonzero(leaving[:num_staying])
+        movers = boundary + np.flatnonzero(~leaving[num_staying:])
+        self._rows.move(holes, movers)
+        if self._half_prefilled is not None:
+            self._rows.move(np.array([boundary]), np.array([self._num_rows - 1]))
+            boundary += 1
+        self._shrink(boundary)
+
+    def _pause_full_rows(self) -> npt.NDArray[np.int64]:
+        """Move the rows whose next token needs a new block behind the paused ones; return them."""
+        start, stop = self._num_paused, self._end_of_sampling
+        is_full = self._rows["kv_length"][start:stop] % self.block_tokens == 0
+        num_full = int(is_full.sum())
+        outside = start + num_full + np.flatnonzero(is_full[num_full:])
+        if len(outside):
+            self._rows.swap(start + np.flatnonzero(~is_full[:num_full]), outside)
+        self._num_paused += num_full
+        going_on = slice(self._num_paused, stop)
+        self._rows["query_length"][going_on] = 1
+        self._rows["last_offset"][going_on] = self._rows["kv_length"][going_on] % self.block_tokens
+        return self._rows["id"][start : self._num_paused].astype(np.int64)
+
+    def _resume_from_pool(self) -> None:
+        pool = self._own_pool()
+        count = min(self._num_paused, pool.free, self.max_tokens - self.num_tokens)
+        self.grant(self.row_ids[:count], pool.allocate(count))
+
+    def _release(self, places: Indices) -> None:
+        """Give blocks back to the pool, where the context has one."""
+        if self._pool is not None and len(places):
+            self._pool.release(self._rows.blocks_of(places))
+
+    def _shrink(self, num_rows: int) -> None:
+        self._rows.clear(num_rows, self._num_rows)
+        self._num_rows = num_rows
+
+    def _feed(self, place: int, ids: npt.NDArray[np.int32], blocks: tuple[int, ...]) -> None:
+        """Make these tokens of a row's prompt part of the coming step."""
+        record = self._rows.records[place]
+        self._rows.append_blocks(place, blocks)
+        record["query_length"] = len(ids)
+        record["last_offset"] = (record["kv_length"] + len(ids) - 1) % self.block_tokens
+        self._prefill_ids[int(record["id"])] = ids
+
+    # What the rows are asked
+
+    @property
+    def _end_of_sampling(self) -> int:
+        return self._num_rows - (self._half_prefilled is not None)
+
+    @property
+    def _num_sampling(self) -> int:
+        return self._end_of_sampling - self._num_paused
+
+    @property
+    def _end_of_running(self) -> int:
+        sits_out = self._half_prefilled is not None and (
+            self._half_prefilled.row not in self._prefill_ids
+        )
+        return self._num_rows - sits_out
+
+    def _active(self, field: str) -> npt.NDArray[np.int32]:
+        return self._rows[field][self._num_paused : self._num_rows]
+
+    def _put_single_tokens_first(self) -> None:
+        """Move prompts of one token before longer ones: attention takes them for decodes."""
+        start, stop = self._end_of_running - len(self._prefill_ids), self._end_of_sampling
+        is_longer = self._rows["query_length"][start:stop] > 1
+        if len(is_longer) > 1:
+            order = start + np.argsort(is_longer, kind="stable")
+            self._rows.move(np.arange(start, stop), order)
+
+    def _gather_ids(self, num_tokens: int) -> npt.NDArray[np.int64]:
+        """Return the tokens of the step, int64 [T]: decoding rows' next ones, then the chunks."""
+        first_prefill = self._end_of_running - len(self._prefill_ids)
+        decoding = slice(self._num_paused, first_prefill)
+        input_ids_T = np.empty(num_tokens, dtype=np.int64)
+        end = first_prefill - self._num_paused
+        input_ids_T[:end] = self._rows["next_token"][decoding]
+        for row in self._rows["id"][first_prefill : self._end_of_running].tolist():
+            start, end = end, end + len(self._prefill_ids[row])
+            input_ids_T[start:end] = self._prefill_ids[row]
+        return input_ids_T
+
+    # What callers may get wrong
+
+    def _own_pool(self) -> BlockPool:
+        if self._pool is None:
+            raise RowMismatch("this context has no block pool: its caller grants blocks")
+        return self._pool
+
+    def _check_admit(self, admit: Admit, prompt: npt.NDArray[np.int32]) -> None:
+        if self._num_rows == self.max_rows:
+            raise RowOverflow(f"row {admit.row} does not fit: all {self.max_rows} rows are taken")
+        if (self._rows["id"][: self._num_rows] == admit.row).any():
+            raise RowMismatch(f"row {admit.row} is here already")
+        check_sequence(admit, len(prompt), self.max_model_len)
+        self._check_chunk(admit, num_cached=0, num_prompt=len(prompt))
+        if admit.num_tokens < len(prompt) and self._half_prefilled is not None:
+            raise RowMismatch(
+                f"row {admit.row} cannot be prefilled in part: row {self._half_prefilled.row} is"
+            )
+
+    def _check_continue(self, step: Continue, place: int) -> tuple[npt.NDArray[np.int32], int]:
+        """Return the prompt and how much of it is cached."""
+        half = self._half_prefilled
+        if half is None or half.row != step.row:
+            raise RowMismatch(f"row {step.row} cannot be continued: it is not half prefilled")
+        if step.row in self._prefill_ids:
+            raise RowMismatch(f"row {step.row} has a chunk in this step already")
+        num_cached = int(self._rows["kv_length"][place])
+        self._check_chunk(step, num_cached=num_cached, num_prompt=len(half.prompt))
+        return half.prompt, num_cached
+
+    def _check_chunk(self, step: Admit | Continue, *, num_cached: int, num_prompt: int) -> None:
+        check_chunk(step, num_cached=num_cached, num_prompt=num_prompt)
+        check_budget(step.num_tokens, self.num_tokens, self.max_tokens)
+        check_chunk_blocks(step, num_cached=num_cached, block_tokens=self.block_tokens)
+        check_block_ids(step.blocks, self.dummy)
+
+    def _check_grant(self, rows: Sequence[RowId], blocks: Sequence[int]) -> Indices:
+        """Return the places of the rows."""
+        if len(rows) != len(blocks) or len(set(rows)) != len(rows):
+            raise RowMismatch(f"{len(blocks)} blocks for the rows {list(rows)}, not one for each")
+        check_budget(len(rows), self.num_tokens, self.max_tokens)
+        check_block_ids(blocks, self.dummy)
+        places = self._rows.find(rows, 0, self._num_paused)
+        if (places == NO_ROW).any():
+            unknown = [row for row, place in zip(rows, places, strict=True) if place == NO_ROW]
+            raise RowMismatch(f"rows {unknown} got a block and wait for none")
+        return places
+
+    def _check_sampled(self, what: str, count: int) -> None:
+        if count != self._num_sampling:
+            raise RowMismatch(f"{count} {what} for {self._num_sampling} sampling rows")
+
+    def _check_blocks(self, num_blocks: npt.NDArray[np.int32]) -> None:
+        table = self._rows.block_table[: self._num_rows]
+        is_used = np.arange(table.shape[1]) < num_blocks[:, None]
+        used = table[is_used].tolist()
+        last = table[np.arange(self._num_rows), num_blocks - 1]
+        assert self.dummy not in used, "a row has the dummy block"
+        if self._pool is None or self._pool.statistics().references == self._pool.held:
+            assert len(set(used)) == len(used), "a block is in two rows"
+        assert (table[~is_used] == self.dummy).all(), "an unused entry names a block"
+        assert (self._rows["last_block"][: self._num_rows] == last).all(), "wrong last block"
+
+    def _check_regions(self, query_length: npt.NDArray[np.int32]) -> None:
+        assert (query_length[: self._num_paused] == 0).all(), "a paused row runs"
+        assert (query_length[self._num_paused : self._end_of_running] > 0).all(), "a row sits out"
+        first_prefill = self._end_of_running - len(self._prefill_ids)
+        is_decoding = query_length[self._num_paused : first_prefill] == 1
+        assert is_decoding.all(), "a prefill stands before a decode"
+        if self._half_prefilled is not None:
+            assert self.row_ids[-1] == self._half_prefilled.row, "the half prefilled row moved"

@@ -1,0 +1,167 @@
+"""The conversation about the tree's state: verbs down, acknowledgements up.
+
+A verb is acknowledged after its effect, with the state reached. Repeating one is harmless. An
+illegal one is refused by name, and changes nothing.
+"""
+
+import enum
+from typing import ClassVar
+
+import msgspec
+
+from callboard.messages.base import Call, Message
+
+
+class State(enum.StrEnum):
+    """Where a replica, or the whole tree, is in its life cycle."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    UNPAUSING = "unpausing"
+    SUSPENDING = "suspending"
+    SUSPENDED = "suspended"
+    RESUMING = "resuming"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class PauseMode(enum.StrEnum):
+    """What PAUSE does with the requests that run: leave them, finish them, or abort them."""
+
+    KEEP = "keep"
+    DRAIN = "drain"
+    ABORT = "abort"
+
+
+class KVLevel(enum.StrEnum):
+    """What SUSPEND does with the KV cache: free it (requests are recomputed) or leave it."""
+
+    DROP = "drop"
+    KEEP = "keep"
+
+
+class WeightsLevel(enum.StrEnum):
+    """What SUSPEND does with the weights: leave them or free them (RESUME loads them again)."""
+
+    KEEP = "keep"
+    DISCARD = "discard"
+
+
+class ChildAck(msgspec.Struct, frozen=True, kw_only=True):
+    """What one part of the tree answered to a verb."""
+
+    name: str
+    state: State
+    bytes_freed: int = 0
+    requests: int = 0
+    failure: str = ""
+
+
+class ControlReply(Message, frozen=True):
+    """Tree → operator: the verb is done, was refused, or some parts did not answer in time."""
+
+    verb: str
+    state: State
+    refused: str = ""
+    late: tuple[str, ...] = ()
+    children: tuple[ChildAck, ...] = ()
+    seconds: float = 0.0
+    bytes_freed: int = 0
+    requests: int = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether the verb has had its effect everywhere."""
+        return not self.refused and not self.late
+
+
+class Pause(Call[ControlReply], frozen=True):
+    """Operator → tree: run no forward pass from the acknowledgement on."""
+
+    urgent: ClassVar[bool] = True
+    mode: PauseMode = PauseMode.KEEP
+    drain_s: float = 60.0  # longest wait for running requests in mode drain
+
+
+class Unpause(Call[ControlReply], frozen=True):
+    """Operator → tree: step again."""
+
+    urgent: ClassVar[bool] = True
+
+
+class Suspend(Call[ControlReply], frozen=True):
+    """Operator → tree: pause, then free device memory; acknowledged when it is free."""
+
+    urgent: ClassVar[bool] = True
+    kv: KVLevel = KVLevel.DROP
+    weights: WeightsLevel = WeightsLevel.KEEP
+
+
+class Resume(Call[ControlReply], frozen=True):
+    """Operator → tree: take the memory back and return to the state SUSPEND found."""
+
+    urgent: ClassVar[bool] = True
+
+
+class Stop(Call[ControlReply], frozen=True):
+    """Operator → tree: refuse new requests, let open ones run for `drain_s`, then end the rest.
+
+    Acknowledged when every accepted request has its terminal delta.
+    """
+
+    urgent: ClassVar[bool] = True
+    drain_s: float = 0.0
+
+
+Verb = Pause | Unpause | Suspend | Resume | Stop
+
+
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One part of the tree: its state, how often it was restarted, where it runs, its children."""
+
+    name: str
+    kind: str
+    state: State
+    restarts: int = 0
+    pid: int = 0
+    details: dict[str, int | float | str] = msgspec.field(default_factory=dict)
+    children: tuple["NodeStatus", ...] = ()
+
+
+class StatusReply(Message, frozen=True):
+    """Tree → operator: the state of the whole and the tree itself."""
+
+    state: State
+    endpoint: str
+    model: str
+    version: str
+    tree: NodeStatus
+
+
+class GetStatus(Call[StatusReply], frozen=True):
+    """Operator → tree: what are you doing? Answered at once in any state."""
+
+    urgent: ClassVar[bool] = True
+
+
+class GetNode(Call[NodeStatus], frozen=True):
+    """Supervisor → child: describe yourself and what is below you."""
+
+    urgent: ClassVar[bool] = True
+
+
+class AbortReply(Message, frozen=True):
+    """Tree → operator: so many open requests were found and aborted."""
+
+    aborted: int
+
+
+class AbortRequests(Call[AbortReply], frozen=True):
+    """Operator → tree: abort one request by id, or all of them with the flag."""
+
+    urgent: ClassVar[bool] = True
+    request_id: str = ""
+    all: bool = False

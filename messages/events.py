@@ -1,0 +1,28 @@
+"""What the parts tell the metrics actor. Losing one of these loses nothing but a number."""
+
+from callboard.messages.base import Message
+
+
+class StepStats(Message, frozen=True):
+    """Scheduler → metrics: one step, as counts and seconds."""
+
+    replica: str
+    step: int
+    num_tokens: int
+    num_sampled: int
+    running: int
+    waiting: int
+    paused: int
+    free_blocks: int
+    seconds: float
+
+
+class RequestStats(Message, frozen=True):
+    """Scheduler → metrics: one request ended."""
+
+    replica: str
+    finish: str
+    prompt_tokens: int
+    output_tokens: int
+    first_token_s: float
+    total_s: float

@@ -1,0 +1,5 @@
+"""`python -m callboard.supervision`."""
+
+from callboard.supervision import main
+
+main()

@@ -1,0 +1,190 @@
+"""The whole tree on one page. Read this first.
+
+    root                        one_for_one     verbs arrive here
+     ├─ metrics                                 adds up what the others report
+     ├─ coordinator                             where clients and replicas meet
+     └─ replicas                one_for_one
+         └─ replica-0, …        rest_for_one    in a process of its own, or in this one
+             ├─ scheduler                       owns the requests
+             ├─ device          one_for_all
+             │   ├─ kv_allocator                owns the block ids
+             │   └─ executor                    owns the device thread and its tensors
+             ├─ tokenizer                       checks requests, text to ids
+             └─ link                            the line to the coordinator
+
+Children start in that order, so a link tells the coordinator of a replica that can run. Names are
+paths (`replica-0/scheduler`), and a ref is good before, between and after the lives of its actor.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from callboard.actors.actor import Actor
+from callboard.actors.coordinator import Coordinator
+from callboard.actors.executor import Executor, Runner
+from callboard.actors.kv_allocator import KVAllocator
+from callboard.actors.ledger import TextOut
+from callboard.actors.link import Link
+from callboard.actors.metrics import Metrics
+from callboard.actors.ref import LocalRef
+from callboard.actors.scheduler import Scheduler
+from callboard.actors.system import ActorSystem
+from callboard.actors.tokenizer import TextCodec, Tokenizer
+from callboard.actors.transport import Network
+from callboard.messages.sampling import SamplingParams
+from callboard.supervision.process import ReplicaProcess
+from callboard.supervision.root import Address, Root
+from callboard.supervision.settings import Settings
+from callboard.supervision.spec import ChildSpec, Intensity, Strategy
+from callboard.supervision.supervisor import Supervisor
+from callboard.version import __version__
+
+SUPERVISOR_SHUTDOWN_S = 30.0
+
+
+class ReplicaParts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica needs besides actors; tests put scripts in its place."""
+
+    make_runner: Callable[[], Runner]
+    codec: TextCodec | None
+    text_for: Callable[[SamplingParams], TextOut] | None
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+def replica(
+    system: ActorSystem,
+    network: Network,
+    name: str,
+    parts: ReplicaParts,
+    settings: Settings,
+    *,
+    coordinator: str,
+) -> Supervisor:
+    """Return the supervisor of one replica; everything in it runs in this process."""
+
+    def ref(child: str) -> LocalRef[Any]:
+        return LocalRef(system.cell(f"{name}/{child}"))
+
+    def device() -> Actor[Any]:
+        return Supervisor(
+            system,
+            [
+                spec("kv_allocator", lambda: KVAllocator(ref("scheduler"))),
+                spec(
+                    "executor",
+                    lambda: Executor(
+                        parts.make_runner,
+                        scheduler=ref("scheduler"),
+                        allocator=ref("kv_allocator"),
+                    ),
+                ),
+            ],
+            strategy=Strategy.ONE_FOR_ALL,
+        )
+
+    def spec(child: str, start: Callable[[], Actor[Any]], shutdown_s: float = 5.0) -> ChildSpec:
+        return ChildSpec(name=f"{name}/{child}", start=start, shutdown_s=shutdown_s)
+
+    return Supervisor(
+        system,
+        [
+            spec(
+                "scheduler",
+                lambda: Scheduler(
+                    allocator=ref("kv_allocator"),
+                    executor=ref("executor"),
+                    out=ref("link"),
+                    text_for=parts.text_for,
+                    eos_token_ids=parts.eos_token_ids,
+                    replica=name,
+                    prefill_chunk_tokens=settings.prefill_chunk_tokens or None,
+                ),
+            ),
+            spec("device", device, SUPERVISOR_SHUTDOWN_S),
+            spec(
+                "tokenizer",
+                lambda: Tokenizer(
+                    parts.codec,
+                    vocab_size=parts.vocab_size,
+                    scheduler=ref("scheduler"),
+                    out=ref("link"),
+                ),
+            ),
+            spec(
+                "link",
+                lambda: Link(
+                    system, network, coordinator, replica=name, tokenizer=ref("tokenizer")
+                ),
+            ),
+        ],
+        strategy=Strategy.REST_FOR_ONE,
+    )
+
+
+def root(
+    system: ActorSystem,
+    network: Network,
+    settings: Settings,
+    start_replica: Callable[[str], Actor[Any]],
+    *,
+    address: Address,
+    control_endpoint: str,
+) -> Root:
+    """Return the root of a tree whose replicas `start_replica` makes by name."""
+    coordinator: LocalRef[Any] = LocalRef(system.cell("coordinator"))
+
+    def listen() -> Actor[Any]:
+        return Coordinator(
+            system,
+            network,
+            address.endpoint,
+            metrics=LocalRef(system.cell("metrics")),
+            control_endpoint=lambda: top.control_endpoint,
+            model=settings.model,
+            bound=address.set,
+        )
+
+    def replicas() -> Actor[Any]:
+        specs = [
+            ChildSpec(name=name, start=_starter(start_replica, name), shutdown_s=25.0)
+            for name in (f"replica-{index}" for index in range(settings.replicas))
+        ]
+        return Supervisor(system, specs, intensity=Intensity(restarts=10))
+
+    top = Root(
+        system,
+        [
+            ChildSpec(name="metrics", start=Metrics),
+            ChildSpec(name="coordinator", start=listen),
+            ChildSpec(name="replicas", start=replicas, shutdown_s=SUPERVISOR_SHUTDOWN_S),
+        ],
+        network=network,
+        control_endpoint=control_endpoint,
+        address=address,
+        model=settings.model,
+        version=__version__,
+        coordinator=coordinator,
+    )
+    return top
+
+
+def replica_process(
+    system: ActorSystem,
+    network: Network,
+    settings: Settings,
+    *,
+    address: Address,
+    run_folder: Path,
+) -> Actor[Any]:
+    """Return the actor that stands for a replica in a process of its own."""
+    return ReplicaProcess(
+        system, network, settings, coordinator=address.endpoint, run_folder=run_folder
+    )
+
+
+def _starter(start_replica: Callable[[str], Actor[Any]], name: str) -> Callable[[], Actor[Any]]:
+    return lambda: start_replica(name)

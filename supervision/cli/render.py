@@ -1,0 +1,98 @@
+"""What the commands print: for people as text, for scripts as JSON."""
+
+import enum
+import json
+import sys
+from typing import Any
+
+import msgspec
+
+from callboard.messages.control import ControlReply, NodeStatus, StatusReply
+from callboard.supervision.engine import Completion
+
+GIB = 2**30
+MIB = 2**20
+
+
+def line(text: str = "") -> None:
+    """Print a line to standard output."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def piece(text: str) -> None:
+    """Print a piece of a line as it comes."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def complain(text: str) -> None:
+    """Print a line to standard error."""
+    sys.stderr.write(f"callboard: {text}\n")
+    sys.stderr.flush()
+
+
+def as_json(value: Any) -> None:
+    """Print any message as one JSON object."""
+    line(json.dumps(_plain(value), ensure_ascii=False))
+
+
+def size(num_bytes: int) -> str:
+    """Return a number of bytes as a person reads it."""
+    if abs(num_bytes) >= GIB:
+        return f"{num_bytes / GIB:.2f} GiB"
+    return f"{num_bytes / MIB:.1f} MiB"
+
+
+def reply(answer: ControlReply) -> None:
+    """Print an acknowledgement."""
+    freed = f", {size(answer.bytes_freed)} freed" if answer.bytes_freed else ""
+    requests = f", {answer.requests} requests kept" if answer.requests else ""
+    line(f"{answer.verb}: now {answer.state} ({answer.seconds * 1000:.0f} ms{freed}{requests})")
+
+
+def status(answer: StatusReply) -> None:
+    """Print the state and the tree."""
+    line(f"callboard {answer.version} at {answer.endpoint}: {answer.state}")
+    for text in _tree(answer.tree, ""):
+        line(text)
+
+
+def completion(answer: Completion) -> dict[str, Any]:
+    """Return a completion as the object `generate --json` prints."""
+    shown: dict[str, Any] = {
+        "id": answer.id,
+        "prompt_token_ids": answer.prompt_token_ids,
+        "token_ids": answer.token_ids,
+        "text": answer.text,
+        "finish_reason": answer.finish_reason.value,
+    }
+    if answer.logprobs is not None:
+        shown["logprobs"] = answer.logprobs
+    if answer.top_logprobs is not None:
+        shown["top_logprobs"] = answer.top_logprobs
+    return shown
+
+
+def _plain(value: Any) -> Any:
+    """Return a message as dictionaries by field name; on the wire it is an array."""
+    match value:
+        case msgspec.Struct():
+            fields = msgspec.structs.asdict(value)
+            return {name: _plain(field) for name, field in fields.items()}
+        case dict():
+            return {str(key): _plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case enum.Enum():
+            return value.value
+        case _:
+            return value
+
+
+def _tree(node: NodeStatus, indent: str) -> list[str]:
+    details = " ".join(f"{name}={value}" for name, value in node.details.items())
+    restarts = f" restarts={node.restarts}" if node.restarts else ""
+    own = f"{indent}{node.name}  {node.state} pid={node.pid}{restarts} {details}".rstrip()
+    below = [text for child in node.children for text in _tree(child, indent + "  ")]
+    return [own, *below]

@@ -1,0 +1,550 @@
+"""The engine as a Python object: embedded in the caller's trio program, or a server far away.
+
+    async with callboard.open_engine(model="model.gguf") as engine:
+        [answer] = await engine.generate(["The capital of France is"], max_tokens=8)
+
+    async with callboard.connect("tcp://127.0.0.1:7500") as engine:
+        async with engine.submit("Once upon a time") as stream:
+            async for delta in stream:
+                print(delta.text, end="")
+
+Both speak the same messages to the same actors; only the transport differs.
+"""
+
+import itertools
+import secrets
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
+import trio
+
+from callboard.actors.coordinator import FromClient, ToClient
+from callboard.actors.session import HANDSHAKE_TIMEOUT_S, Connection, Joined, Left, Said
+from callboard.actors.system import ActorSystem, open_system
+from callboard.actors.transport import MemoryNetwork, Network, ZmqNetwork
+from callboard.actors.zmq_socket import open_zmq_context
+from callboard.messages.base import Call, pack_ids, unpack_floats, unpack_ids
+from callboard.messages.control import (
+    AbortReply,
+    AbortRequests,
+    ControlReply,
+    GetStatus,
+    KVLevel,
+    Pause,
+    PauseMode,
+    Resume,
+    State,
+    StatusReply,
+    Stop,
+    Suspend,
+    Unpause,
+    WeightsLevel,
+)
+from callboard.messages.errors import (
+    CallboardError,
+    ConfigError,
+    ControlRefused,
+    DeadlineExceeded,
+    Failure,
+    RequestError,
+)
+from callboard.messages.membership import Role, Welcome
+from callboard.messages.requests import (
+    Abort,
+    Accepted,
+    ChatMessage,
+    ChatPrompt,
+    Delta,
+    FinishReason,
+    Prompt,
+    Refused,
+    Submit,
+    TextPrompt,
+    TokenPrompt,
+    TokensOut,
+)
+from callboard.messages.sampling import SamplingParams
+from callboard.supervision.app import ReplicaParts, replica, root
+from callboard.supervision.root import Address, FromOperator, ToOperator
+from callboard.supervision.settings import Settings, load_settings
+
+R = TypeVar("R")
+
+CONTROL_TIMEOUT_S = 60.0
+ABORT_TIMEOUT_S = 10.0
+RECONNECT_TIMEOUT_S = 60.0
+STATUS_INTERVAL_S = 0.1
+
+PromptLike = str | Sequence[int] | Sequence[ChatMessage] | Prompt
+"""Text, token ids, or a conversation."""
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished request, whole. `logprobs` has one value a token when they were asked for."""
+
+    id: str
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    seed: int = 0
+
+
+class RequestStream:
+    """The deltas of one request as they come; `async for` ends after the one with a finish reason.
+
+    Leaving the `async with` block early aborts the request.
+    """
+
+    def __init__(self, engine: "Engine", submit: Submit) -> None:
+        self.request_id = submit.request_id
+        self.prompt_token_ids: list[int] = []
+        self.seed = 0
+        self.finish_reason: FinishReason | None = None
+        self._engine = engine
+        self._submit = submit
+        self._delivered = bytearray()
+        self._deltas: deque[Delta] = deque()
+        self._news = trio.Event()
+        self._accepted = trio.Event()
+        self._ended = trio.Event()
+        self._failure: Failure | None = None
+
+    async def __aenter__(self) -> "RequestStream":
+        """Submit, and wait until the request is accepted. Raises what it is refused for."""
+        self._engine._streams[self.request_id] = self
+        try:
+            await self._engine._send(self._submit)
+            await self._accepted.wait()
+        except BaseException:
+            await self._abandon()
+            raise
+        if self._failure is not None:
+            raise self._failure.error()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._abandon()
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        """Return the next delta. Raises RequestFailed when the engine could not go on."""
+        while not self._deltas:
+            if self._ended.is_set():
+                if self._failure is not None:
+                    raise self._failure.error()
+                raise StopAsyncIteration
+            self._news = trio.Event()
+            await self._news.wait()
+        return self._deltas.popleft()
+
+    async def completion(self) -> Completion:
+        """Read to the end and return everything."""
+        token_ids: list[int] = []
+        text: list[str] = []
+        logprobs: list[float] = []
+        top: list[list[tuple[int, float]]] = []
+        async for delta in self:
+            token_ids += unpack_ids(delta.token_ids)
+            text.append(delta.text)
+            logprobs += unpack_floats(delta.logprobs)
+            top += [list(alternatives) for alternatives in delta.top_logprobs]
+        assert self.finish_reason is not None
+        wanted = self._submit.params.logprobs
+        return Completion(
+            id=self.request_id,
+            prompt_token_ids=self.prompt_token_ids,
+            token_ids=token_ids,
+            text="".join(text),
+            finish_reason=self.finish_reason,
+            logprobs=None if wanted is None else logprobs,
+            top_logprobs=top if wanted else None,
+            seed=self.seed,
+        )
+
+    # What the engine's reading task calls.
+
+    def take_accepted(self, accepted: Accepted) -> None:
+        """Note the acceptance."""
+        self.prompt_token_ids = unpack_ids(accepted.prompt_token_ids)
+        self.seed = accepted.seed
+        params = msgspec.structs.replace(self._submit.params, seed=accepted.seed)
+        self._submit = msgspec.structs.replace(self._submit, params=params)
+        self._accepted.set()
+
+    def take_refused(self, failure: Failure) -> None:
+        """End without having begun."""
+        self._failure = failure
+        self._accepted.set()
+        self._end()
+
+    def take(self, delta: Delta) -> None:
+        """Queue a delta; one that repeats what is here already is dropped."""
+        if self._ended.is_set() or delta.start < len(self._delivered) // 4:
+            return
+        self._delivered += delta.token_ids
+        self._deltas.append(delta)
+        if delta.finish is not None:
+            self.finish_reason = delta.finish
+            self._failure = delta.failure if delta.finish is FinishReason.ERROR else None
+            self._accepted.set()
+            self._end()
+        self._news.set()
+
+    def again(self) -> Submit:
+        """Return the request as a server that knows nothing of it should get it."""
+        return msgspec.structs.replace(self._submit, delivered=bytes(self._delivered))
+
+    def _end(self) -> None:
+        self._engine._streams.pop(self.request_id, None)
+        self._ended.set()
+        self._news.set()
+
+    async def _abandon(self) -> None:
+        """Abort if the request has not ended, and wait until what it holds is free."""
+        if self._ended.is_set():
+            return
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + ABORT_TIMEOUT_S):
+            try:
+                await self._engine._send(Abort(request_id=self.request_id))
+                await self._ended.wait()
+            except CallboardError:
+                pass  # there is nobody left to hold anything for it
+        self._engine._streams.pop(self.request_id, None)
+
+
+class Engine:
+    """A client of the tree; made by `open_engine` and `connect`."""
+
+    def __init__(self, system: ActorSystem, network: Network, endpoint: str) -> None:
+        self._system = system
+        self._network = network
+        self._ids = itertools.count(1)
+        self._prefix = secrets.token_hex(4)
+        self._streams: dict[str, RequestStream] = {}
+        self._nursery: trio.Nursery
+        self._control_turn = trio.Lock()
+        self._control: Connection | None = None
+        self._sessions = 0
+        self._connection = Connection(
+            system,
+            network,
+            endpoint,
+            role=Role.CLIENT,
+            name=f"client-{self._prefix}",
+            inbox=ToClient,
+            outbox=FromClient,
+            deliver=self._deliver,
+        )
+
+    # Requests.
+
+    def submit(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        **options: Any,
+    ) -> RequestStream:
+        """Return the stream of a request, for `async with`; options are SamplingParams' fields.
+
+        Raises RequestError for an option that does not exist or has the wrong type.
+        """
+        return RequestStream(
+            self,
+            Submit(
+                request_id=request_id or f"{self._prefix}-{next(self._ids)}",
+                prompt=as_prompt(prompt),
+                params=_params(params, options),
+                priority=priority,
+                timeout_s=timeout_s,
+            ),
+        )
+
+    async def generate(
+        self,
+        prompts: Sequence[PromptLike],
+        params: SamplingParams | None = None,
+        **options: Any,
+    ) -> list[Completion]:
+        """Run several prompts at once and return their completions in order.
+
+        Raises the first error; the other requests are aborted then.
+        """
+        streams = [self.submit(prompt, params, **options) for prompt in prompts]
+        completions: dict[int, Completion] = {}
+
+        async def run(index: int, stream: RequestStream) -> None:
+            async with stream:
+                completions[index] = await stream.completion()
+
+        async with _plain_errors(), trio.open_nursery() as nursery:
+            for index, stream in enumerate(streams):
+                nursery.start_soon(run, index, stream)
+        return [completions[index] for index in range(len(streams))]
+
+    async def abort(self, request_id: str = "", *, all: bool = False) -> AbortReply:
+        """Abort every client's request of that id, or all there are."""
+        return await self._ask(AbortRequests(request_id=request_id, all=all), CONTROL_TIMEOUT_S)
+
+    # Control. Each returns after its effect, and raises ControlRefused or DeadlineExceeded.
+
+    async def pause(
+        self,
+        mode: PauseMode | str = PauseMode.KEEP,
+        *,
+        drain_s: float = 60.0,
+        timeout: float = CONTROL_TIMEOUT_S,
+    ) -> ControlReply:
+        """Run no forward pass from the return on."""
+        return await self.control(Pause(mode=PauseMode(mode), drain_s=drain_s), timeout)
+
+    async def unpause(self, *, timeout: float = CONTROL_TIMEOUT_S) -> ControlReply:
+        """Step again."""
+        return await self.control(Unpause(), timeout)
+
+    async def suspend(
+        self,
+        *,
+        kv: KVLevel | str = KVLevel.DROP,
+        weights: WeightsLevel | str = WeightsLevel.KEEP,
+        timeout: float = CONTROL_TIMEOUT_S,
+    ) -> ControlReply:
+        """Pause and free device memory; the reply has the bytes the system got back."""
+        verb = Suspend(kv=KVLevel(kv), weights=WeightsLevel(weights))
+        return await self.control(verb, timeout)
+
+    async def resume(self, *, timeout: float = CONTROL_TIMEOUT_S) -> ControlReply:
+        """Take the memory back and return to the state SUSPEND found."""
+        return await self.control(Resume(), timeout)
+
+    async def stop(
+        self, *, drain_s: float = 0.0, timeout: float = CONTROL_TIMEOUT_S
+    ) -> ControlReply:
+        """Give open requests `drain_s` seconds, end the rest, and end the engine."""
+        return await self.control(Stop(drain_s=drain_s), timeout + drain_s)
+
+    async def status(self, *, timeout: float = CONTROL_TIMEOUT_S) -> StatusReply:
+        """Return the state of the whole and the tree."""
+        return await self._ask(GetStatus(), timeout)
+
+    async def control(
+        self, verb: Pause | Unpause | Suspend | Resume | Stop, timeout: float
+    ) -> ControlReply:
+        """Send a verb. Raises ControlRefused, or DeadlineExceeded naming who did not answer."""
+        reply = await self._ask(verb, timeout)
+        if reply.refused:
+            raise ControlRefused(f"{reply.verb}: {reply.refused}")
+        if reply.late:
+            raise DeadlineExceeded(f"{reply.verb}: no answer in time from {', '.join(reply.late)}")
+        return reply
+
+    async def wait_for(self, state: State, *, timeout: float) -> StatusReply:
+        """Wait until the tree is in a state. Raises DeadlineExceeded with the last one seen."""
+        seen = "unknown"
+        with trio.move_on_after(timeout):
+            while True:
+                status = await self.status(timeout=timeout)
+                if status.state is state:
+                    return status
+                seen = status.state
+                await trio.sleep(STATUS_INTERVAL_S)
+        raise DeadlineExceeded(f"not {state} within {timeout:g} s, but {seen}")
+
+    # The connection.
+
+    async def _run(self, nursery: trio.Nursery, timeout: float) -> Welcome:
+        self._nursery = nursery
+        nursery.start_soon(self._connection.run)
+        return await self._connection.wait_welcome(timeout)
+
+    def _close(self) -> None:
+        self._connection.close()
+        if self._control is not None:
+            self._control.close()
+
+    async def _send(self, message: Submit | Abort) -> None:
+        await self._connection.send(message)
+
+    async def _ask(self, call: Call[R], timeout: float) -> R:
+        connection = await self._operator(timeout)
+        return await connection.ask(call, timeout=timeout)
+
+    async def _operator(self, timeout: float) -> Connection:
+        """Return the connection for verbs, made when it is first needed."""
+        async with self._control_turn:
+            if self._control is None:
+                welcome = await self._connection.wait_welcome(timeout)
+                control = Connection(
+                    self._system,
+                    self._network,
+                    welcome.control_endpoint,
+                    role=Role.OPERATOR,
+                    name=f"operator-{self._prefix}",
+                    inbox=ToOperator,
+                    outbox=FromOperator,
+                    deliver=_ignore,
+                )
+                self._nursery.start_soon(control.run)
+                await control.wait_welcome(timeout)
+                self._control = control
+            return self._control
+
+    async def _deliver(self, event: Said | Joined | Left) -> None:
+        match event:
+            case Said(message=TokensOut(deltas=deltas)):
+                for delta in deltas:
+                    if (stream := self._streams.get(delta.request_id)) is not None:
+                        stream.take(delta)
+            case Said(message=Accepted() as accepted):
+                if (stream := self._streams.get(accepted.request_id)) is not None:
+                    stream.take_accepted(accepted)
+            case Said(message=Refused() as refused):
+                if (stream := self._streams.get(refused.request_id)) is not None:
+                    stream.take_refused(refused.failure)
+            case Joined():
+                await self._meet()
+            case Left(reason=reason):
+                self._nursery.start_soon(self._give_up_later, reason, self._sessions)
+
+    async def _meet(self) -> None:
+        """A server that knows nothing of us: tell it what is open, and go on behind it."""
+        self._sessions += 1
+        if self._sessions > 1:
+            for stream in list(self._streams.values()):
+                await self._connection.send(stream.again())
+
+    async def _give_up_later(self, reason: str, session: int) -> None:
+        """End all streams when the server does not come back in time."""
+        await trio.sleep(RECONNECT_TIMEOUT_S)
+        if self._sessions != session:
+            return
+        failure = Failure(code="Unreachable", message=f"the server is gone: {reason}")
+        for stream in list(self._streams.values()):
+            stream.take_refused(failure)
+
+
+@asynccontextmanager
+async def open_engine(
+    settings: Settings | None = None, *, parts: ReplicaParts | None = None, **overrides: Any
+) -> AsyncGenerator[Engine]:
+    """Run the whole tree inside the caller's trio program, without processes or sockets.
+
+    Overrides are fields of `Settings`, e.g. `model=`, `kv_cache_gb=`. `parts` puts scripted parts
+    in the place of a model. Raises ConfigError, ModelError or StartFailed when it cannot start.
+    """
+    if settings is not None and overrides:
+        raise ConfigError("give open_engine a Settings or its fields, not both")
+    settings = settings or load_settings(None, **overrides)
+    if parts is None:
+        from callboard.supervision.model import replica_parts  # it imports torch
+
+        parts = await trio.to_thread.run_sync(replica_parts, settings)
+    made_of = parts
+    network = MemoryNetwork()
+    address = Address("memory://coordinator")
+    async with _plain_errors(), open_system() as system, trio.open_nursery() as nursery:
+        top = root(
+            system,
+            network,
+            settings,
+            lambda name: replica(
+                system, network, name, made_of, settings, coordinator=address.endpoint
+            ),
+            address=address,
+            control_endpoint="memory://control",
+        )
+        cell = system.cell("root")
+
+        async def run_root() -> None:
+            exited = await cell.run(lambda: top)
+            if exited.failure is not None:
+                raise exited.failure.error()
+
+        nursery.start_soon(run_root)
+        await top.started.wait()
+        engine = Engine(system, network, address.endpoint)
+        try:
+            await engine._run(nursery, HANDSHAKE_TIMEOUT_S)
+            yield engine
+        finally:
+            engine._close()
+            with trio.CancelScope(shield=True):
+                await cell.stop(timeout=30.0)
+            nursery.cancel_scope.cancel("the engine was closed")
+
+
+@asynccontextmanager
+async def connect(endpoint: str, *, timeout: float = HANDSHAKE_TIMEOUT_S) -> AsyncGenerator[Engine]:
+    """Connect to a running server. Raises Unreachable or ProtocolMismatch."""
+    async with (
+        _plain_errors(),
+        open_zmq_context() as context,
+        open_system() as system,
+        trio.open_nursery() as nursery,
+    ):
+        engine = Engine(system, ZmqNetwork(context), endpoint)
+        try:
+            await engine._run(nursery, timeout)
+            yield engine
+        finally:
+            engine._close()
+            nursery.cancel_scope.cancel("the connection was closed")
+
+
+def as_prompt(prompt: PromptLike) -> Prompt:
+    """Turn what a caller may write into a prompt. Raises RequestError for anything else."""
+    match prompt:
+        case TextPrompt() | TokenPrompt() | ChatPrompt():
+            return prompt
+        case str():
+            return TextPrompt(text=prompt)
+    items = list(prompt)
+    if items and all(isinstance(item, ChatMessage) for item in items):
+        return ChatPrompt(messages=tuple(items))  # type: ignore[arg-type]  # just checked
+    try:
+        return TokenPrompt(token_ids=pack_ids(items))  # type: ignore[arg-type]  # checked by it
+    except (TypeError, OverflowError) as error:
+        raise RequestError(
+            f"a prompt cannot be made of these: {error}",
+            field="prompt",
+            allowed="text, token ids, or chat messages",
+        ) from error
+
+
+def _params(params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
+    if params is not None and not options:
+        return params
+    values = {} if params is None else msgspec.structs.asdict(params)
+    try:
+        return msgspec.convert({**values, **options}, SamplingParams)
+    except msgspec.ValidationError as error:
+        raise RequestError(
+            str(error), field="params", allowed=", ".join(SamplingParams.__struct_fields__)
+        ) from error
+
+
+async def _ignore(event: Said | Joined | Left) -> None:
+    """Nothing but answers comes over the operators' connection."""
+
+
+@asynccontextmanager
+async def _plain_errors() -> AsyncGenerator[None]:
+    """Raise the one exception inside nested groups: the nurseries here are not the caller's."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+        raise error from None

@@ -1,0 +1,199 @@
+"""A replica in a process of its own, and the two ends of the line between it and its root.
+
+The parent writes what the replica should be to the child's standard input and keeps it open: when
+it closes, for whatever reason, the child ends by itself, so there are no orphans. Verbs and their
+acknowledgements go over an ipc socket that only this pair uses.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import trio
+
+from callboard.actors.actor import Actor
+from callboard.actors.mailbox import Reply
+from callboard.actors.session import Joined, Left, Listener, Said
+from callboard.actors.system import ActorSystem
+from callboard.actors.transport import Network, PeerKey
+from callboard.messages.base import Message
+from callboard.messages.control import (
+    GetNode,
+    NodeStatus,
+    Pause,
+    Resume,
+    Stop,
+    Suspend,
+    Unpause,
+    Verb,
+)
+from callboard.messages.errors import CallboardError, Failure, StartFailed, SupervisionError
+from callboard.messages.membership import ReplicaFailed, ReplicaUp, Role, Welcome
+from callboard.supervision.settings import Settings
+from callboard.supervision.supervisor import STATUS_TIMEOUT_S, VERB_TIMEOUT_S
+
+FromReplicaProcess = ReplicaUp | ReplicaFailed
+ToReplicaProcess = Verb | GetNode
+
+END_TIMEOUT_S = 10.0
+KILL_TIMEOUT_S = 5.0
+
+
+class ReplicaOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica process is told on its standard input: one line of JSON."""
+
+    name: str
+    settings: Settings
+    coordinator: str
+    control: str
+    suspended: Suspend | None = None
+
+
+class ReplicaProcess(Actor[Said | Joined | Left]):
+    """The root's side: starts the process, passes verbs on, fails when the process ends."""
+
+    tells_of_children = True
+
+    def __init__(
+        self,
+        system: ActorSystem,
+        network: Network,
+        settings: Settings,
+        *,
+        coordinator: str,
+        run_folder: Path,
+    ) -> None:
+        self._system = system
+        self._network = network
+        self._settings = settings
+        self._coordinator = coordinator
+        self._run_folder = run_folder
+        self._listener: Listener | None = None
+        self._process: trio.Process | None = None
+        self._peer: PeerKey = b""
+        self._up = trio.Event()
+        self._ending = False
+        self._failure: Failure | None = None
+
+    async def on_start(self) -> None:
+        """Start the process; the replica is up when its tree is."""
+        self._listener = Listener(
+            self._system,
+            self._network,
+            f"ipc://{self._run_folder / (self.name + '.control')}",
+            name=self.name,
+            inboxes={Role.REPLICA: FromReplicaProcess},
+            outboxes={Role.REPLICA: ToReplicaProcess},
+            welcome=self._welcome,
+            deliver=self._deliver,
+        )
+        self.spawn(self._listener.run)
+        await self._launch(self._listener.endpoint)
+        with trio.move_on_after(self._settings.start_timeout_s):
+            await self._up.wait()
+            return
+        raise StartFailed(f"{self.name} was not up in {self._settings.start_timeout_s:g} s")
+
+    async def on_stopping(self) -> None:
+        """Close the child's input, which tells it to end, and wait for it."""
+        self._ending = True
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        await self._process.stdin.aclose()
+        with trio.move_on_after(END_TIMEOUT_S):
+            await self._process.wait()
+
+    async def on_stop(self) -> None:
+        """See to it that the process is gone."""
+        self._ending = True
+        process = self._process
+        if process is not None and process.returncode is None:
+            process.kill()
+            with trio.move_on_after(KILL_TIMEOUT_S):
+                await process.wait()
+        if self._listener is not None:
+            self._listener.close()
+
+    async def receive(self, message: Said | Joined | Left) -> None:
+        """Nothing is left to do: `_deliver` has taken note already."""
+
+    async def obey(self, verb: Message) -> object:
+        """Pass verbs and questions on to the process."""
+        match verb:
+            case Pause() | Unpause() | Suspend() | Resume() | Stop():
+                self.spawn(self._pass_on, verb, self.defer())
+                return None
+            case GetNode():
+                self.spawn(self._ask_node, self.defer())
+                return None
+            case _:
+                return await super().obey(verb)
+
+    async def _launch(self, control: str) -> None:
+        order = ReplicaOrder(
+            name=self.name,
+            settings=self._settings,
+            coordinator=self._coordinator,
+            control=control,
+            suspended=self.cell.suspended,
+        )
+        command = [sys.executable, "-m", "callboard.supervision.replica"]
+        # A session of its own, so that an interrupt at the terminal reaches the root alone.
+        self._process = await trio.lowlevel.open_process(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+        assert self._process.stdin is not None
+        self.spawn(self._watch, self._process)
+        await self._process.stdin.send_all(msgspec.json.encode(order) + b"\n")
+
+    async def _watch(self, process: trio.Process) -> None:
+        code = await process.wait()
+        if self._ending:
+            return
+        if self._failure is not None:
+            raise self._failure.error()
+        how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        raise SupervisionError(f"{self.name} (pid {process.pid}) {how}")
+
+    async def _deliver(self, event: Said | Joined | Left) -> None:
+        """Take note at once: while the actor starts, nobody reads its mail."""
+        match event:
+            case Joined(peer=peer):
+                self._peer = peer
+            case Said(message=ReplicaUp()):
+                self._up.set()
+            case Said(message=ReplicaFailed(failure=failure)):
+                self._failure = failure
+            case _:
+                pass
+
+    async def _pass_on(self, verb: Verb, reply: Reply) -> None:
+        assert self._listener is not None
+        margin = verb.drain_s if isinstance(verb, Stop | Pause) else 0.0
+        try:
+            answer = await self._listener.ask(self._peer, verb, timeout=VERB_TIMEOUT_S + margin)
+        except CallboardError as error:
+            reply.fail(error)
+            return
+        if answer.done:
+            self.cell.state = answer.state
+        reply.send(answer)
+
+    async def _ask_node(self, reply: Reply) -> None:
+        assert self._listener is not None
+        own = self.cell.status()
+        pid = 0 if self._process is None else self._process.pid
+        try:
+            node = await self._listener.ask(self._peer, GetNode(), timeout=STATUS_TIMEOUT_S)
+            children: tuple[NodeStatus, ...] = node.children
+        except CallboardError:
+            children = ()
+        reply.send(msgspec.structs.replace(own, pid=pid, children=children))
+
+    def _welcome(self, session: str) -> Welcome:
+        assert self._listener is not None
+        return Welcome(
+            name=self.name, session=session, max_frame_bytes=self._listener.max_frame_bytes
+        )

@@ -1,0 +1,143 @@
+"""What runs in a replica's own process: `python -m callboard.supervision.replica`.
+
+Its order is one line of JSON on standard input, which the parent keeps open. When that closes,
+the parent wants the replica to end, or is gone itself; either way it ends.
+"""
+
+import os
+import signal
+import sys
+
+import msgspec
+import trio
+
+from callboard.actors.actor import Cell
+from callboard.actors.ref import LocalRef
+from callboard.actors.session import Connection, Joined, Left, Said
+from callboard.actors.system import ActorSystem, open_system
+from callboard.actors.transport import Network, ZmqNetwork
+from callboard.actors.zmq_socket import open_zmq_context
+from callboard.messages.base import Message
+from callboard.messages.errors import CallboardError, Failure
+from callboard.messages.membership import ReplicaFailed, ReplicaUp, Role
+from callboard.supervision.app import SUPERVISOR_SHUTDOWN_S, replica
+from callboard.supervision.logging import configure_logging
+from callboard.supervision.model import replica_parts
+from callboard.supervision.process import FromReplicaProcess, ReplicaOrder, ToReplicaProcess
+from callboard.supervision.supervisor import VERB_TIMEOUT_S
+
+LAST_RESORT_S = 60
+
+
+def main() -> int:
+    """Run the replica that standard input describes; returns the exit code."""
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=ReplicaOrder)
+    configure_logging(order.settings.log_level, as_json=order.settings.log_json)
+    # The root decides when a replica ends; an interrupt meant for it must not end this first.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return trio.run(_run, order)
+
+
+async def _run(order: ReplicaOrder) -> int:
+    async with open_zmq_context() as context, open_system() as system:
+        failure = await _Replica(order, system, ZmqNetwork(context)).run()
+    return 0 if failure is None else 1
+
+
+class _Replica:
+    """The process's tree and its line to the root."""
+
+    def __init__(self, order: ReplicaOrder, system: ActorSystem, network: Network) -> None:
+        self._order = order
+        self._system = system
+        self._network = network
+        self._top: Cell = system.cell(order.name)
+        self._top.suspended = order.suspended
+        self._ended = trio.Event()
+        self._failure: Failure | None = None
+        self._nursery: trio.Nursery
+        self._connection = Connection(
+            system,
+            network,
+            order.control,
+            role=Role.REPLICA,
+            name=order.name,
+            inbox=ToReplicaProcess,
+            outbox=FromReplicaProcess,
+            deliver=self._deliver,
+        )
+
+    async def run(self) -> Failure | None:
+        """Live until the tree ends or the parent closes standard input; returns why it failed."""
+        async with trio.open_nursery() as self._nursery:
+            self._nursery.start_soon(self._connection.run)
+            self._nursery.start_soon(self._end_with_parent)
+            await self._connection.wait_welcome()
+            try:
+                await self._start()
+            except Exception as error:  # whatever the start raises is told to the root
+                self._failure = Failure.of(error)
+            else:
+                await self._connection.send(ReplicaUp(pid=os.getpid()))
+                await self._ended.wait()
+            if self._failure is not None:
+                await self._connection.send(ReplicaFailed(failure=self._failure))
+            self._connection.close()
+            self._nursery.cancel_scope.cancel("the replica has ended")
+        return self._failure
+
+    async def _start(self) -> None:
+        order = self._order
+        parts = await trio.to_thread.run_sync(replica_parts, order.settings, abandon_on_cancel=True)
+        tree = replica(
+            self._system,
+            self._network,
+            order.name,
+            parts,
+            order.settings,
+            coordinator=order.coordinator,
+        )
+
+        async def live(task_status: trio.TaskStatus[None]) -> None:
+            exited = await self._top.run(
+                lambda: tree, stop_timeout=SUPERVISOR_SHUTDOWN_S, task_status=task_status
+            )
+            self._failure = exited.failure
+            self._ended.set()
+
+        await self._nursery.start(live)
+
+    async def _deliver(self, event: Said | Joined | Left) -> None:
+        if isinstance(event, Said):
+            self._nursery.start_soon(self._obey, event)
+
+    async def _obey(self, said: Said) -> None:
+        timeout = VERB_TIMEOUT_S if said.timeout_s is None else said.timeout_s
+        top = LocalRef[Message](self._top)
+        try:
+            answer: object = await top.ask(said.message, timeout=timeout)
+        except CallboardError as error:
+            answer = error
+        self._connection.answer(said.message_id, answer)
+
+    async def _end_with_parent(self) -> None:
+        await _end_of_input()
+        # A device that hangs must not make this an orphan: what an alarm does is to kill.
+        signal.alarm(LAST_RESORT_S)
+        if self._top.actor is None:
+            self._nursery.cancel_scope.cancel("the parent wants no replica any more")
+        else:
+            await self._top.stop(SUPERVISOR_SHUTDOWN_S)
+
+
+async def _end_of_input() -> None:
+    """Wait until standard input is closed at the other end."""
+    fd = sys.stdin.fileno()
+    while True:
+        await trio.lowlevel.wait_readable(fd)
+        if not os.read(fd, 4096):
+            return
+
+
+if __name__ == "__main__":
+    sys.exit(main())

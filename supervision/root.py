@@ -1,0 +1,209 @@
+"""The root supervisor: where verbs arrive, and where what the tree should be is decided.
+
+Operators speak to a socket of its own, apart from the requests', so that no load delays a verb.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import trio
+
+from callboard.actors.actor import ActorExited
+from callboard.actors.ref import ActorRef, LocalRef
+from callboard.actors.session import Joined, Left, Listener, Said
+from callboard.actors.system import ActorSystem
+from callboard.actors.transport import Network
+from callboard.messages.base import Message
+from callboard.messages.control import (
+    AbortReply,
+    AbortRequests,
+    ControlReply,
+    GetStatus,
+    Pause,
+    Resume,
+    State,
+    StatusReply,
+    Stop,
+    Suspend,
+    Unpause,
+    Verb,
+)
+from callboard.messages.errors import CallboardError
+from callboard.messages.membership import Role, Welcome
+from callboard.supervision.lifecycle import Lifecycle
+from callboard.supervision.spec import ChildSpec, Intensity, Strategy
+from callboard.supervision.supervisor import VERB_TIMEOUT_S, Supervisor
+
+FromOperator = Verb | GetStatus | AbortRequests
+ToOperator = ControlReply
+
+
+class Address:
+    """Where the coordinator listens: what was asked for, then, with its port, what it got."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+
+    def set(self, endpoint: str) -> None:
+        """Note the endpoint that was bound."""
+        self.endpoint = endpoint
+
+
+class Root(Supervisor):
+    """See the module."""
+
+    def __init__(
+        self,
+        system: ActorSystem,
+        children: Sequence[ChildSpec],
+        *,
+        network: Network,
+        control_endpoint: str,
+        address: Address,
+        model: str,
+        version: str,
+        coordinator: ActorRef[AbortRequests],
+        intensity: Intensity | None = None,
+    ) -> None:
+        super().__init__(system, children, strategy=Strategy.ONE_FOR_ONE, intensity=intensity)
+        self.control_endpoint = control_endpoint
+        self.started = trio.Event()
+        self.stopped_by_verb = trio.Event()
+        self._network = network
+        self._address = address
+        self._model = model
+        self._version = version
+        self._coordinator = coordinator
+        self._lifecycle = Lifecycle()
+        self._turn = trio.Lock()
+        self._listener: Listener | None = None
+
+    async def on_start(self) -> None:
+        """Listen for operators first, so that a tree that is still starting can be asked."""
+        self._listener = Listener(
+            self._system,
+            self._network,
+            self.control_endpoint,
+            name=self.name,
+            inboxes={Role.OPERATOR: FromOperator},
+            outboxes={Role.OPERATOR: ToOperator},
+            welcome=self._welcome,
+            deliver=LocalRef[Message](self.cell).tell,
+        )
+        self.control_endpoint = self._listener.endpoint
+        self.spawn(self._listener.run)
+        self.spawn(self._start_tree)
+
+    async def on_stop(self) -> None:
+        """Close the operators' socket last."""
+        await super().on_stop()
+        if self._listener is not None:
+            self._listener.close()
+
+    async def receive(self, message: ActorExited | Said | Joined | Left) -> None:
+        """Handle one message; operators are answered from a task of their own."""
+        match message:
+            case Said():
+                self.spawn(self._answer, message)
+            case ActorExited():
+                await super().receive(message)
+            case Joined() | Left():
+                pass
+
+    async def control(self, verb: Verb, timeout: float = VERB_TIMEOUT_S) -> ControlReply:
+        """Do what a verb asks for, whole; one verb at a time."""
+        began = trio.current_time()
+        deadline = began + timeout
+        with trio.move_on_at(deadline) as waiting:
+            await self.started.wait()
+        if waiting.cancelled_caught:
+            return msgspec.structs.replace(self._reply(verb), late=(self.name,))
+        async with self._turn:
+            plan = self._lifecycle.plan(verb)
+            if plan.refused:
+                return self._reply(verb, refused=plan.refused)
+            if isinstance(verb, Suspend):
+                self._lifecycle.note_found()
+            reply = self._reply(verb)
+            for step in plan.relay:
+                self._lifecycle.begin(step)
+                part = await self.relay(self._fit(step), deadline - trio.current_time())
+                reply = _sum(reply, part)
+                if not part.done:
+                    break
+                self._lifecycle.reach(step)
+            seconds = trio.current_time() - began
+            return msgspec.structs.replace(reply, state=self._lifecycle.state, seconds=seconds)
+
+    async def status(self) -> StatusReply:
+        """Describe the whole tree."""
+        return StatusReply(
+            state=self._lifecycle.state,
+            endpoint=self._address.endpoint,
+            model=self._model,
+            version=self._version,
+            tree=msgspec.structs.replace(await self.node(), state=self._lifecycle.state),
+        )
+
+    async def _answer(self, said: Said) -> None:
+        assert self._listener is not None
+        self._listener.answer(said.peer, said.message_id, await self._obey_operator(said))
+        if self._lifecycle.state is State.STOPPED:
+            self.stopped_by_verb.set()
+
+    async def _obey_operator(self, said: Said) -> object:
+        timeout = VERB_TIMEOUT_S if said.timeout_s is None else said.timeout_s
+        match said.message:
+            case GetStatus():
+                return await self.status()
+            case AbortRequests() as abort:
+                return await self._abort(abort, timeout)
+            case Pause() | Unpause() | Suspend() | Resume() | Stop() as verb:
+                # A little earlier than the operator gives up, so that it hears who was late.
+                return await self.control(verb, timeout * 0.95)
+            case other:
+                raise AssertionError(f"the listener let {other} through")
+
+    async def _abort(self, abort: AbortRequests, timeout: float) -> AbortReply | CallboardError:
+        try:
+            return await self._coordinator.ask(abort, timeout=timeout)
+        except CallboardError as error:
+            return error
+
+    async def _start_tree(self) -> None:
+        await self.start_children()
+        self._lifecycle.state = State.RUNNING
+        self.started.set()
+
+    def _fit(self, verb: Verb) -> Verb:
+        """Requests that cannot run have no use for time to drain."""
+        if isinstance(verb, Stop) and self._desired.paused:
+            return msgspec.structs.replace(verb, drain_s=0.0)
+        return verb
+
+    def _reply(self, verb: Verb, *, refused: str = "") -> ControlReply:
+        return ControlReply(
+            verb=type(verb).__name__.lower(), state=self._lifecycle.state, refused=refused
+        )
+
+    def _welcome(self, session: str) -> Welcome:
+        assert self._listener is not None
+        return Welcome(
+            name=self.name,
+            session=session,
+            max_frame_bytes=self._listener.max_frame_bytes,
+            control_endpoint=self.control_endpoint,
+            model=self._model,
+        )
+
+
+def _sum(so_far: ControlReply, part: ControlReply) -> ControlReply:
+    """Add what one relayed verb did to the reply of the verb it was part of."""
+    return msgspec.structs.replace(
+        so_far,
+        refused=part.refused,
+        late=part.late,
+        children=part.children,
+        bytes_freed=so_far.bytes_freed + part.bytes_freed,
+        requests=part.requests,
+    )

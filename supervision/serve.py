@@ -1,0 +1,143 @@
+"""`callboard serve`: the tree with its replicas in processes of their own, until told to stop.
+
+Exit codes: 0 stopped as asked, by STOP or a signal; 1 could not start, or failed beyond repair.
+"""
+
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import trio
+
+from callboard.actors.actor import ActorExited, Cell
+from callboard.actors.ref import LocalRef
+from callboard.actors.system import ActorSystem, open_system
+from callboard.actors.transport import Network, ZmqNetwork
+from callboard.actors.zmq_socket import open_zmq_context
+from callboard.logs import get_logger
+from callboard.messages.control import Stop
+from callboard.messages.errors import CallboardError, Failure
+from callboard.supervision.app import SUPERVISOR_SHUTDOWN_S, replica_process, root
+from callboard.supervision.root import Address, Root
+from callboard.supervision.settings import Settings
+
+DRAIN_S = 30.0
+
+log = get_logger()
+
+
+async def serve(settings: Settings, *, announce: Callable[[str], None]) -> int:
+    """Run until stopped and return the exit code; `announce` gets lines for a person to read."""
+    with tempfile.TemporaryDirectory(
+        prefix="callboard-"
+    ) as folder:  # mode 0700: its sockets' guard
+        async with open_zmq_context() as context, open_system() as system:
+            server = _Server(settings, system, ZmqNetwork(context), Path(folder), announce)
+            failure = await server.run()
+    if failure is None:
+        return 0
+    announce(f"callboard: {failure.message}")
+    return 1
+
+
+class _Server:
+    def __init__(
+        self,
+        settings: Settings,
+        system: ActorSystem,
+        network: Network,
+        folder: Path,
+        announce: Callable[[str], None],
+    ) -> None:
+        self._announce = announce
+        self._settings = settings
+        self._address = Address(settings.listen)
+        self._cell: Cell = system.cell("root")
+        self._coordinator: LocalRef[Stop] = LocalRef(system.cell("coordinator"))
+        self._ending = False
+        self._root: Root = root(
+            system,
+            network,
+            settings,
+            lambda name: replica_process(
+                system, network, settings, address=self._address, run_folder=folder
+            ),
+            address=self._address,
+            control_endpoint=_control_endpoint(settings.listen),
+        )
+
+    async def run(self) -> Failure | None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._heed_signals, nursery)
+            nursery.start_soon(self._announce_start)
+            nursery.start_soon(self._end_when_stopped)
+            failure = await self._live()
+            nursery.cancel_scope.cancel("the tree has ended")
+        return failure
+
+    async def _live(self) -> Failure | None:
+        try:
+            exited: ActorExited = await self._cell.run(
+                lambda: self._root, stop_timeout=SUPERVISOR_SHUTDOWN_S
+            )
+        except CallboardError as error:  # the operators' socket could not be opened
+            return Failure.of(error)
+        # Whatever fails while the tree is taken down because somebody asked for that is no failure.
+        return None if self._ending else exited.failure
+
+    async def _announce_start(self) -> None:
+        await self._root.started.wait()
+        self._announce(f"callboard: ready at {self._address.endpoint}")
+
+    async def _end_when_stopped(self) -> None:
+        await self._root.stopped_by_verb.wait()
+        await self._end()
+
+    async def _end(self) -> None:
+        self._ending = True
+        await self._cell.stop(SUPERVISOR_SHUTDOWN_S)
+
+    async def _heed_signals(self, nursery: trio.Nursery) -> None:
+        """First signal: drain. Second: end the open requests now. Third: end without manners."""
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            received = 0
+            async for number in signals:
+                received += 1
+                name = signal.Signals(number).name
+                if received == 1:
+                    self._announce(f"callboard: {name}, stopping when open requests have ended")
+                    nursery.start_soon(self._drain)
+                elif received == 2:
+                    self._announce(f"callboard: {name} again, stopping now")
+                    nursery.start_soon(self._end_requests)
+                else:
+                    self._ending = True
+                    self._cell.cancel(f"{name} for the third time")
+
+    async def _drain(self) -> None:
+        if self._root.started.is_set():
+            await self._root.control(Stop(drain_s=DRAIN_S), DRAIN_S + SUPERVISOR_SHUTDOWN_S)
+        await self._end()
+
+    async def _end_requests(self) -> None:
+        try:
+            await self._coordinator.ask(Stop(drain_s=0.0))
+        except CallboardError as error:
+            log.warning("the coordinator did not end its requests", reason=str(error))
+        await self._end()
+
+
+def _control_endpoint(listen: str) -> str:
+    """Return where operators connect: the same host or folder as clients, at a port of its own."""
+    if listen.startswith("tcp://"):
+        host, _, _ = listen.removeprefix("tcp://").rpartition(":")
+        return f"tcp://{host}:0"
+    return f"{listen}.control"
+
+
+def print_line(line: str) -> None:
+    """Write a line where a person, or a script that waits for it, sees it at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
