@@ -581,6 +581,7 @@ class Connection(_Speaker):
         self._welcomed.set()
         if known is None or known.session != welcome.session:
             if known is not None:
+                self._flow.room.set()  # who waits there goes on with the new count
                 self._flow = _Flow(self._port.send_nowait)
             await self._deliver(Joined(peer=b"", hello=welcome))
 

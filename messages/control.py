@@ -131,14 +131,34 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     children: tuple["NodeStatus", ...] = ()
 
 
+class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What one replica is doing, picked out of its part of the tree.
+
+    `steps` counts forward passes since its scheduler started; `paused` requests are those that run
+    and wait for a KV block.
+    """
+
+    name: str
+    state: State
+    pid: int
+    restarts: int
+    steps: int = 0
+    running: int = 0
+    waiting: int = 0
+    paused: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+
+
 class StatusReply(Message, frozen=True):
-    """Tree → operator: the state of the whole and the tree itself."""
+    """Tree → operator: the state of the whole, its replicas, and the tree itself."""
 
     state: State
     endpoint: str
     model: str
     version: str
     tree: NodeStatus
+    replicas: tuple[ReplicaStatus, ...] = ()
 
 
 class GetStatus(Call[StatusReply], frozen=True):

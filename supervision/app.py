@@ -36,7 +36,7 @@ from callboard.actors.tokenizer import TextCodec, Tokenizer
 from callboard.actors.transport import Network
 from callboard.messages.sampling import SamplingParams
 from callboard.supervision.process import ReplicaProcess
-from callboard.supervision.root import Address, Root
+from callboard.supervision.root import REPLICAS, Address, Root
 from callboard.supervision.settings import Settings
 from callboard.supervision.spec import ChildSpec, Intensity, Strategy
 from callboard.supervision.supervisor import Supervisor
@@ -160,7 +160,7 @@ def root(
         [
             ChildSpec(name="metrics", start=Metrics),
             ChildSpec(name="coordinator", start=listen),
-            ChildSpec(name="replicas", start=replicas, shutdown_s=SUPERVISOR_SHUTDOWN_S),
+            ChildSpec(name=REPLICAS, start=replicas, shutdown_s=SUPERVISOR_SHUTDOWN_S),
         ],
         network=network,
         control_endpoint=control_endpoint,

@@ -422,7 +422,8 @@ class Engine:
         self._sessions += 1
         if self._sessions > 1:
             for stream in list(self._streams.values()):
-                await self._connection.send(stream.again())
+                # Not `send`: credit comes through the very task that calls this.
+                self._connection.send_nowait(stream.again())
 
     async def _give_up_later(self, reason: str, session: int) -> None:
         """End all streams when the server does not come back in time."""

@@ -19,7 +19,9 @@ from callboard.messages.control import (
     AbortRequests,
     ControlReply,
     GetStatus,
+    NodeStatus,
     Pause,
+    ReplicaStatus,
     Resume,
     State,
     StatusReply,
@@ -36,6 +38,9 @@ from callboard.supervision.supervisor import VERB_TIMEOUT_S, Supervisor
 
 FromOperator = Verb | GetStatus | AbortRequests
 ToOperator = ControlReply
+
+REPLICAS = "replicas"
+"""The name of the supervisor whose children are the replicas."""
 
 
 class Address:
@@ -137,12 +142,14 @@ class Root(Supervisor):
 
     async def status(self) -> StatusReply:
         """Describe the whole tree."""
+        tree = await self.node()
         return StatusReply(
             state=self._lifecycle.state,
             endpoint=self._address.endpoint,
             model=self._model,
             version=self._version,
-            tree=msgspec.structs.replace(await self.node(), state=self._lifecycle.state),
+            tree=msgspec.structs.replace(tree, state=self._lifecycle.state),
+            replicas=tuple(_summary(node) for node in _replica_nodes(tree)),
         )
 
     async def _answer(self, said: Said) -> None:
@@ -195,6 +202,28 @@ class Root(Supervisor):
             control_endpoint=self.control_endpoint,
             model=self._model,
         )
+
+
+def _replica_nodes(tree: NodeStatus) -> tuple[NodeStatus, ...]:
+    return next((node.children for node in tree.children if node.name == REPLICAS), ())
+
+
+def _summary(node: NodeStatus) -> ReplicaStatus:
+    """Pick what an operator asks for first out of a replica's part of the tree."""
+    wanted = set(ReplicaStatus.__struct_fields__)
+    found = {
+        name: value
+        for part in _walk(node)
+        for name, value in part.details.items()
+        if name in wanted and isinstance(value, int)
+    }
+    return ReplicaStatus(
+        name=node.name, state=node.state, pid=node.pid, restarts=node.restarts, **found
+    )
+
+
+def _walk(node: NodeStatus) -> list[NodeStatus]:
+    return [node, *(below for child in node.children for below in _walk(child))]
 
 
 def _sum(so_far: ControlReply, part: ControlReply) -> ControlReply:

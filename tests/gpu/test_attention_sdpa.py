@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -102,6 +103,26 @@ def test_decodes_too_many_to_gather_at_once_are_done_in_pieces(
     step = Step([(1, kv_len) for kv_len in (20, 130, 7, 19, 64, 23, 22)])
 
     torch.testing.assert_close(step.attend(SdpaAttention()), step.expected(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kv_lens", "max_tokens", "groups"),
+    [
+        ([9, 9, 9], 100, [[0, 1, 2]]),
+        ([1, 100, 2, 128], 1000, [[0, 1, 2, 3]]),  # too short for a second call to pay
+        ([300, 20, 290, 9], 1000, [[0, 2], [1, 3]]),
+        ([300, 150, 149], 1000, [[0, 1], [2]]),
+        ([10, 40, 20, 40, 30], 80, [[1, 3], [2, 4], [0]]),
+        ([500], 80, [[0]]),
+        ([], 80, []),
+    ],
+)
+def test_decodes_are_grouped_by_length_and_size(
+    kv_lens: list[int], max_tokens: int, groups: list[list[int]]
+) -> None:
+    grouped = sdpa._group_rows(np.array(kv_lens, dtype=np.int32), max_tokens)
+
+    assert [group.tolist() for group in grouped] == groups
 
 
 def test_a_row_is_the_same_alone_as_among_others() -> None:

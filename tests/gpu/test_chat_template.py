@@ -161,12 +161,12 @@ def test_whatever_goes_wrong_in_a_template_is_one_kind_of_error(source: str) -> 
     ],
 )
 def test_an_endless_template_ends(source: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
 
     with pytest.raises(ChatTemplateError):
         render(source)
 
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_output_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,9 +38,10 @@ LLAMA3 = {
 }
 YARN = {
     "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
+    "rope_theta": 1000.0,
+    "factor": 2.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 4.0,
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),

@@ -114,3 +114,16 @@ def test_memory_is_counted_while_held_and_given_back_when_dropped() -> None:
     assert tensor is None
     assert held - before > 56 * MIB
     assert resident_bytes(CPU) - before < 8 * MIB
+
+
+def test_small_tensors_below_one_still_held_are_given_back_too() -> None:
+    release_memory(CPU)
+    before = resident_bytes(CPU)
+
+    tensors = [torch.ones(MIB // 64) for _ in range(1024)]  # 64 MiB of the heap
+    last = tensors.pop()  # keeps the heap from shrinking by itself
+    tensors.clear()
+    release_memory(CPU)
+
+    assert last[0] == 1
+    assert resident_bytes(CPU) - before < 16 * MIB

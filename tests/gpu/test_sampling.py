@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -14,6 +14,15 @@ from callboard.gpu.sampling import SampleResult, SamplingRows, sample, top_logpr
 
 CHI_SQUARE_999_DF7 = 24.32
 """A right sampler over 8 tokens exceeds this once in a thousand seeds."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Rows this small are faster without threads, most of all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def make_rows(
@@ -245,6 +254,7 @@ def pick(params: dict[str, list[float]], index: Sequence[int]) -> SamplingRows:
 
 def test_a_row_alone_gets_bit_for_bit_what_it_gets_in_any_batch_and_order() -> None:
     """vllm-project/vllm#51226, #17524: seeds that held only for some neighbours and orders."""
+    torch.set_num_threads(2)
     num_rows = 67  # more than one piece, and not a multiple of any vector width
     logits_RV, params = mixed_batch(num_rows, 5003)
     together = sample(logits_RV, pick(params, range(num_rows)))
@@ -259,7 +269,8 @@ def test_a_row_alone_gets_bit_for_bit_what_it_gets_in_any_batch_and_order() -> N
 
 
 def test_logprobs_of_a_row_do_not_depend_on_its_batch() -> None:
-    # So large that a kernel would share the sum over one row alone among threads.
+    # Threads, and rows so long that a kernel would share the sum of one row alone among them.
+    torch.set_num_threads(2)
     num_rows = 33
     logits_RV, _ = mixed_batch(num_rows, 40_009)
     token_ids_RK, logprobs_RK = top_logprobs(logits_RV, 5)

@@ -1,28 +1,22 @@
 """Tokenizers of GGUF files and Hugging Face folders: same ids as the model was trained with."""
 
 import json
-import os
+import logging
 import struct
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
-from structlog.testing import capture_logs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from callboard.gpu.loading.chat_template import ChatTemplateError
 from callboard.gpu.loading.tokenizer import TextTokenizer, TokenizerError, load_tokenizer
 from callboard.gpu.text import TextStream
-
-REFERENCE = Path(__file__).parents[1] / "reference" / "smollm2-135m-greedy.jsonl"
-MODEL = os.environ.get("CALLBOARD_TEST_MODEL", "")
-needs_model = pytest.mark.skipif(
-    not MODEL, reason="set CALLBOARD_TEST_MODEL to the GGUF file of SmolLM2-135M-Instruct"
-)
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -254,27 +248,25 @@ def test_ends_of_sequence_are_the_union_of_what_the_files_say(
     assert load_tokenizer(folder).eos_token_ids == expected
 
 
-def test_a_model_without_an_end_of_sequence_is_loaded_with_one_warning(tmp_path: Path) -> None:
+def test_a_model_without_an_end_of_sequence_is_loaded_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """vllm-project/vllm#1136."""
-    with capture_logs() as logs:
-        tokenizer = load_tokenizer(write_folder(tmp_path))
+    tokenizer = load_tokenizer(write_folder(tmp_path))
 
     assert tokenizer.eos_token_ids == frozenset()
-    assert [entry["event"] for entry in logs] == ["no_eos_token"]
+    assert caplog.record_tuples == [("callboard", logging.WARNING, "no_eos_token")]
 
 
 def test_an_end_of_sequence_outside_the_vocabulary_is_left_out_with_a_warning(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vllm-project/vllm#54195: such an id once masked a token of the next row."""
-    with capture_logs() as logs:
-        folder = write_folder(tmp_path, config={"eos_token_id": [0, 99_999, -1]})
-        tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(write_folder(tmp_path, config={"eos_token_id": [0, 99_999, -1]}))
 
     assert tokenizer.eos_token_ids == {0}
-    assert [(entry["event"], entry["ids"]) for entry in logs] == [
-        ("eos_outside_vocabulary", [-1, 99_999])
-    ]
+    assert caplog.record_tuples == [("callboard", logging.WARNING, "eos_outside_vocabulary")]
+    assert caplog.records[0].__dict__["ids"] == [-1, 99_999]
 
 
 def test_a_special_token_the_vocabulary_lacks_gets_no_new_id(tmp_path: Path) -> None:
@@ -466,37 +458,35 @@ def test_a_broken_chat_template_does_not_stop_plain_prompts(tmp_path: Path) -> N
 # The real model
 
 
-@needs_model
-def test_the_real_model_gives_the_ids_and_texts_of_the_reference() -> None:
-    tokenizer = load_tokenizer(MODEL)
-    for line in REFERENCE.read_text("utf-8").splitlines():
-        record = json.loads(line)
+def test_the_real_model_gives_the_ids_and_texts_of_the_reference(
+    default_model: Path, reference: Mapping[str, Any]
+) -> None:
+    tokenizer = load_tokenizer(default_model)
+    for record in reference.values():
         stream = TextStream(tokenizer, skip_special_tokens=False)
 
-        assert tokenizer.encode(record["prompt"]) == record["prompt_ids"]
-        pieces = [stream.push(token_id) for token_id in record["output_ids"]]
-        assert "".join(pieces) + stream.finish() == record["output_text"]
+        assert tokenizer.encode(record.prompt) == record.prompt_ids
+        pieces = [stream.push(token_id) for token_id in record.output_ids]
+        assert "".join(pieces) + stream.finish() == record.output_text
 
 
-@needs_model
-def test_the_real_model_renders_the_chat_of_the_reference() -> None:
-    records = [json.loads(line) for line in REFERENCE.read_text("utf-8").splitlines()]
-    (chat,) = (record for record in records if record["name"] == "chat")
-    tokenizer = load_tokenizer(MODEL)
+def test_the_real_model_renders_the_chat_of_the_reference(
+    default_model: Path, reference: Mapping[str, Any]
+) -> None:
+    tokenizer = load_tokenizer(default_model)
 
     prompt = tokenizer.render_chat([{"role": "user", "content": "What is the capital of France?"}])
 
-    assert prompt == chat["prompt"]
-    assert tokenizer.encode(prompt) == chat["prompt_ids"]
+    assert prompt == reference["chat"].prompt
+    assert tokenizer.encode(prompt) == reference["chat"].prompt_ids
 
 
-@needs_model
-def test_the_real_model_is_described_as_its_metadata_says_and_soon() -> None:
-    start = time.perf_counter()
+def test_the_real_model_is_described_as_its_metadata_says_and_soon(default_model: Path) -> None:
+    start = time.process_time()
 
-    tokenizer = load_tokenizer(MODEL)
+    tokenizer = load_tokenizer(default_model)
 
-    assert time.perf_counter() - start < 1.5
+    assert time.process_time() - start < 1.5
     assert tokenizer.vocab_size == 49_152
     assert tokenizer.bos_token_id == 1
     assert tokenizer.eos_token_ids == {2}

@@ -1,0 +1,42 @@
+# `make demo` and `make test` are all a newcomer needs; both make the environment first.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check format env model bench gpu-check clean
+
+env: .venv/installed
+
+# Made again when pyproject.toml changes; everything comes from the package registry.
+.venv/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Callboard needs Python 3.11 or newer: make PYTHON=python3.12 ..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+# The default model, checked and cached outside the repository.
+model: env
+	@$(BIN)/callboard fetch-model
+
+demo: model
+	$(BIN)/python docs/examples/demo.py
+
+test: model
+	PATH="$(CURDIR)/$(BIN):$$PATH" .ci/check
+
+format: env
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: model
+	$(BIN)/python docs/benchmarks/actors.py
+	$(BIN)/python docs/benchmarks/zmq_socket.py
+	$(BIN)/python docs/benchmarks/steps.py
+
+# Needs a CUDA machine and whatever torch and flash-attn it has; see docs/how-to/gpu-check.md.
+gpu-check:
+	$(PYTHON) docs/benchmarks/gpu_check.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
