@@ -175,7 +175,7 @@ class DynamicContext:
         self._rows["last_offset"][places] = 0
         self._rows["query_length"][places] = 1
         waiting = np.delete(np.arange(self._num_paused), places)
-        self._rows.move(np.arange(self._num_paused), np.concatenate((waiting, places)))
+        self._rows.reorder(0, np.concatenate((waiting, places)))
         self._num_paused = len(waiting)
 
     def drop(self, rows: Collection[RowId]) -> None:
@@ -185,7 +185,7 @@ class DynamicContext:
             return
         self._release(np.flatnonzero(leaving))
         staying = np.flatnonzero(~leaving)
-        self._rows.move(np.arange(len(staying)), staying)
+        self._rows.reorder(0, staying)
         self._num_paused -= int(leaving[: self._num_paused].sum())
         self._shrink(len(staying))
         for row in rows:
@@ -305,11 +305,12 @@ class DynamicContext:
         Rows that end give their blocks back first; paused rows then resume, the longest wait
         first. Returns the rows that this step left waiting.
         """
+        pool = self._own_pool()
         self._check_sampled("entries of the mask", len(active_mask_S))
         self._check_sampled("tokens", len(new_tokens_S))
         tokens_S = np.asarray(new_tokens_S, dtype=np.int32)
         paused = self._advance(tokens_S, leaving=~np.asarray(active_mask_S, dtype=np.bool_))
-        self._resume_from_pool()
+        self._resume_from(pool)
         still_paused = set(self.paused_ids)
         return [row for row in paused.tolist() if row in still_paused]
 
@@ -359,7 +360,7 @@ class DynamicContext:
     def _pause_full_rows(self) -> npt.NDArray[np.int64]:
         """Move the rows whose next token needs a new block behind the paused ones; return them."""
         start, stop = self._num_paused, self._end_of_sampling
-        is_full = self._rows["kv_length"][start:stop] % self.block_tokens == 0
+        is_full = self._rows["last_offset"][start:stop] == self.block_tokens - 1
         num_full = int(is_full.sum())
         outside = start + num_full + np.flatnonzero(is_full[num_full:])
         if len(outside):
@@ -367,11 +368,10 @@ class DynamicContext:
         self._num_paused += num_full
         going_on = slice(self._num_paused, stop)
         self._rows["query_length"][going_on] = 1
-        self._rows["last_offset"][going_on] = self._rows["kv_length"][going_on] % self.block_tokens
+        self._rows["last_offset"][going_on] += 1
         return self._rows["id"][start : self._num_paused].astype(np.int64)
 
-    def _resume_from_pool(self) -> None:
-        pool = self._own_pool()
+    def _resume_from(self, pool: BlockPool) -> None:
         count = min(self._num_paused, pool.free, self.max_tokens - self.num_tokens)
         self.grant(self.row_ids[:count], pool.allocate(count))
 
@@ -416,9 +416,7 @@ class DynamicContext:
         """Move prompts of one token before longer ones: attention takes them for decodes."""
         start, stop = self._end_of_running - len(self._prefill_ids), self._end_of_sampling
         is_longer = self._rows["query_length"][start:stop] > 1
-        if len(is_longer) > 1:
-            order = start + np.argsort(is_longer, kind="stable")
-            self._rows.move(np.arange(start, stop), order)
+        self._rows.reorder(start, start + np.argsort(is_longer, kind="stable"))
 
     def _gather_ids(self, num_tokens: int) -> npt.NDArray[np.int64]:
         """Return the tokens of the step, int64 [T]: decoding rows' next ones, then the chunks."""
@@ -488,12 +486,9 @@ class DynamicContext:
         table = self._rows.block_table[: self._num_rows]
         is_used = np.arange(table.shape[1]) < num_blocks[:, None]
         used = table[is_used].tolist()
-        last = table[np.arange(self._num_rows), num_blocks - 1]
         assert self.dummy not in used, "a row has the dummy block"
-        if self._pool is None or self._pool.statistics().references == self._pool.held:
-            assert len(set(used)) == len(used), "a block is in two rows"
+        assert len(set(used)) == len(used), "a block is in two rows"
         assert (table[~is_used] == self.dummy).all(), "an unused entry names a block"
-        assert (self._rows["last_block"][: self._num_rows] == last).all(), "wrong last block"
 
     def _check_regions(self, query_length: npt.NDArray[np.int32]) -> None:
         assert (query_length[: self._num_paused] == 0).all(), "a paused row runs"

@@ -56,7 +56,9 @@ def choose_dtype(device: torch.device, name: str = "auto") -> torch.dtype:
     if name == "auto":
         if device.type == "cpu":
             return torch.float32
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        # Emulated, as before compute capability 8, it would be slower than float32.
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if has_bfloat16 else torch.float16
     if name not in _DTYPES:
         raise ValueError(f"dtype {name!r} is not one of auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]
@@ -80,11 +82,17 @@ def resident_bytes(device: torch.device) -> int:
     return resident_pages * mmap.PAGESIZE
 
 
+def wait_for(device: torch.device) -> None:
+    """Return once the device has done all it was given; calls on the CPU do their work at once."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def release_memory(device: torch.device) -> None:
     """Give memory of dropped tensors back to the OS or driver, where it can be seen to be free."""
     gc.collect()
+    wait_for(device)
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
     _trim_heap()
 

@@ -20,8 +20,7 @@ ROW = np.dtype(
         ("query_length", np.int32),  # tokens to feed in the next step; 0 while the row sits out
         ("kv_length", np.int32),  # tokens that are in the KV cache
         ("num_blocks", np.int32),
-        ("last_block", np.int32),
-        ("last_offset", np.int32),  # slot in last_block of token kv_length + query_length - 1
+        ("last_offset", np.int32),  # slot in its last block of the last token of all these
         ("next_token", np.int32),  # what a decoding row feeds next
         ("position", np.int32),  # output index of the token the row samples next
         ("max_tokens", np.int32),
@@ -72,19 +71,15 @@ class RowTable:
 
     def append_blocks(self, place: int, blocks: tuple[int, ...]) -> None:
         """Add blocks at the end of one row's block table."""
-        if not blocks:
-            return
         record = self.records[place]
         start = int(record["num_blocks"])
         self.block_table[place, start : start + len(blocks)] = blocks
         record["num_blocks"] = start + len(blocks)
-        record["last_block"] = blocks[-1]
 
     def append_block_each(self, places: Indices, blocks: npt.NDArray[np.int32]) -> None:
         """Add one block to each of several rows."""
         self.block_table[places, self["num_blocks"][places]] = blocks
         self["num_blocks"][places] += 1
-        self["last_block"][places] = blocks
 
     def blocks_of(self, places: Indices) -> list[int]:
         """Return the blocks of these rows, row by row."""
@@ -101,6 +96,13 @@ class RowTable:
         """Copy rows from place to place; all are read before any is written."""
         for array in (self.records, self.block_table, self._stop_ids):
             array[destination] = array[source]
+
+    def reorder(self, start: int, order: Indices) -> None:
+        """Put the rows that are at `order` from `start` on; copies only those that change place."""
+        places = start + np.arange(len(order))
+        changed = np.flatnonzero(places != order)
+        if len(changed):
+            self.move(places[changed], order[changed])
 
     def swap(self, first: Indices, second: Indices) -> None:
         """Exchange rows pairwise."""

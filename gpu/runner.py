@@ -19,10 +19,17 @@ import torch
 from torch import Tensor
 
 from callboard.gpu.context import DynamicContext, StepOutcome
-from callboard.gpu.device import choose_device, choose_dtype, release_memory, resident_bytes
+from callboard.gpu.device import (
+    choose_device,
+    choose_dtype,
+    release_memory,
+    resident_bytes,
+    wait_for,
+)
 from callboard.gpu.kv_cache import KVCache
-from callboard.gpu.loading import LoadedModel, load_model
+from callboard.gpu.loading import LoadedModel, load_model, read_config
 from callboard.gpu.memory import block_bytes, blocks_in, format_bytes
+from callboard.gpu.models.config import DecoderConfig
 from callboard.gpu.sampling import sample, top_logprobs
 from callboard.gpu.step_inputs import StepInputs
 from callboard.messages.errors import CallboardError, ConfigError
@@ -74,28 +81,21 @@ class ModelRunner:
     """
 
     def __init__(self, config: RunnerConfig) -> None:
+        """Read what the model says of itself, so that `room` is known before anything is loaded.
+
+        Raises ModelError where it is no model, ConfigError for a setting that does not fit it.
+        """
         self._config = config
         self._device = choose_device(config.device)
         self._dtype = choose_dtype(self._device, config.dtype)
         self._model: LoadedModel | None = None
         self._kv_cache: KVCache | None = None
         self._context: DynamicContext | None = None
-        self._num_blocks = 0
-        self._max_model_len = 0
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the KV cache, the dummy included; known once the model was loaded."""
-        if self._num_blocks == 0:
-            raise NotReady("the number of blocks is known once the model is loaded")
-        return self._num_blocks
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a sequence, prompt and output; known once the model was loaded."""
-        if self._max_model_len == 0:
-            raise NotReady("the context length is known once the model is loaded")
-        return self._max_model_len
+        decoder = read_config(config.model).decoder
+        self.num_blocks = _num_blocks(config, decoder, self._dtype)
+        """Blocks of the KV cache, the dummy included."""
+        self.max_model_len = _max_model_len(config, decoder)
+        """Most tokens of a sequence, prompt and output."""
 
     @property
     def kv_bytes(self) -> int:
@@ -113,7 +113,7 @@ class ModelRunner:
         return self._context.num_rows if self._context else 0
 
     def room(self) -> DeviceReady:
-        """Say what fits: blocks that may be handed out, rows, tokens of a step and of a sequence."""
+        """Say what fits: blocks to hand out, rows, tokens of a step and of a sequence."""
         return DeviceReady(
             block_tokens=self._config.block_tokens,
             num_blocks=self.num_blocks - 1,
@@ -131,8 +131,8 @@ class ModelRunner:
             "attention": self._model.attention.name if self._model else self._config.attention,
             "threads": self._config.threads or torch.get_num_threads(),
             "block_tokens": self._config.block_tokens,
-            "num_blocks": self._num_blocks,
-            "max_model_len": self._max_model_len,
+            "num_blocks": self.num_blocks,
+            "max_model_len": self.max_model_len,
             "rows": self.num_rows,
             "weights_bytes": self.weights_bytes,
             "kv_bytes": self.kv_bytes,
@@ -155,8 +155,6 @@ class ModelRunner:
                 attention=self._config.attention,
             )
         self._check_block_multiple(model)
-        self._num_blocks = self._blocks_for(model)
-        self._max_model_len = self._length_for(model)
         self._model = model
 
     def allocate(self) -> None:
@@ -199,6 +197,7 @@ class ModelRunner:
             )
         with torch.inference_mode():
             sampled = _sample(self._logits(inputs), context)
+        wait_for(self._device)  # where no row sampled, nothing was read back and it still computes
         outcome = context.finish_step(sampled.token_ids_S, sampled.failed_S)
         return _report(step, inputs, sampled, outcome, start)
 
@@ -245,32 +244,6 @@ class ModelRunner:
             raise NotReady("the KV cache is not allocated: call allocate first")
         return self._context
 
-    def _blocks_for(self, model: LoadedModel) -> int:
-        decoder = model.config.decoder
-        size = block_bytes(
-            num_layers=decoder.num_layers,
-            block_tokens=self._config.block_tokens,
-            num_kv_heads=decoder.num_kv_heads,
-            head_dim=decoder.head_dim,
-            itemsize=self._dtype.itemsize,
-        )
-        num_blocks = self._config.num_blocks
-        if num_blocks is None:
-            num_blocks = blocks_in(self._config.kv_cache_gb or 0.0, size)
-        if num_blocks < 2:
-            raise ConfigError(
-                f"the KV cache has room for {num_blocks} blocks of {format_bytes(size)}, and needs"
-                " at least 2: set num_blocks or kv_cache_gb higher"
-            )
-        return num_blocks
-
-    def _length_for(self, model: LoadedModel) -> int:
-        most = model.config.decoder.max_sequence_length
-        wanted = self._config.max_model_len or most
-        if wanted > most:
-            raise ConfigError(f"max_model_len is {wanted}, and the model's context is {most} long")
-        return wanted
-
     def _check_block_multiple(self, model: LoadedModel) -> None:
         multiple = model.attention.block_multiple
         if self._config.block_tokens % multiple:
@@ -278,6 +251,33 @@ class ModelRunner:
                 f"block_tokens is {self._config.block_tokens}, and the attention backend"
                 f" {model.attention.name} needs a multiple of {multiple}"
             )
+
+
+def _num_blocks(config: RunnerConfig, decoder: DecoderConfig, dtype: torch.dtype) -> int:
+    size = block_bytes(
+        num_layers=decoder.num_layers,
+        block_tokens=config.block_tokens,
+        num_kv_heads=decoder.num_kv_heads,
+        head_dim=decoder.head_dim,
+        itemsize=dtype.itemsize,
+    )
+    num_blocks = config.num_blocks
+    if num_blocks is None:
+        num_blocks = blocks_in(config.kv_cache_gb or 0.0, size)
+    if num_blocks < 2:
+        raise ConfigError(
+            f"the KV cache has room for {num_blocks} blocks of {format_bytes(size)}, and needs"
+            " at least 2: set num_blocks or kv_cache_gb higher"
+        )
+    return num_blocks
+
+
+def _max_model_len(config: RunnerConfig, decoder: DecoderConfig) -> int:
+    most = decoder.max_sequence_length
+    wanted = config.max_model_len or most
+    if wanted > most:
+        raise ConfigError(f"max_model_len is {wanted}, and the model's context is {most} long")
+    return wanted
 
 
 @dataclass(frozen=True, eq=False, slots=True)

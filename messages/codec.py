@@ -30,8 +30,14 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_body(message: Any) -> bytes:
-    """Encode a message, or the value of a reply."""
-    return _encoder.encode(message)
+    """Encode a message, or the value of a reply.
+
+    Raises WireError for text that is no Unicode (lone surrogates) and integers beyond 64 bits.
+    """
+    try:
+        return _encoder.encode(message)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise WireError(f"this cannot be put on the wire: {error}") from error
 
 
 def encode_frame(

@@ -20,6 +20,7 @@ RequestId = str
 """Chosen by the client and unique among its open requests; the coordinator makes it unique."""
 
 MAX_REQUEST_ID_CHARS = 256
+MAX_TIMEOUT_S = 1e9
 
 
 class FinishReason(enum.StrEnum):

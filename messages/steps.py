@@ -59,12 +59,14 @@ class RunStep(Message, frozen=True):
     """Scheduler → executor: run one forward pass over every row that has room for its token.
 
     Answered by StepDone. Rows whose last block is full and that get no grant sit this step out.
+    `life` is the DeviceReady's it was planned for; a device in another life ignores the step.
     """
 
     step: int
     admits: tuple[Admit, ...] = ()
     continues: tuple[Continue, ...] = ()
     grants: tuple[Grant, ...] = ()
+    life: int = 0
 
 
 class DropRows(Message, frozen=True):
@@ -109,6 +111,7 @@ class DeviceReady(Message, frozen=True):
     """Executor → scheduler and allocator: the device (re)started, knows no row, and has this room.
 
     `num_blocks` may be handed out; a request may hold `max_model_len` tokens, prompt and output.
+    `life` tells one start from another.
     """
 
     block_tokens: int
@@ -116,3 +119,4 @@ class DeviceReady(Message, frozen=True):
     max_rows: int
     max_step_tokens: int
     max_model_len: int
+    life: int = 0

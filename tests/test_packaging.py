@@ -19,6 +19,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("actors", "gpu", "messages", "supervision")
 
+FRONT_DOOR = {"__init__.py", "__main__.py", "logs.py", "py.typed", "version.py"}
+
 BUILD = "import sys; from setuptools import build_meta; {call}(sys.argv[1])"
 
 # An interpreter that has the libraries, but not the .pth file of the checkout's own installation.
@@ -119,7 +121,7 @@ def test_the_links_lead_to_the_folders() -> None:
 def test_nothing_but_the_front_door_lies_in_the_package_itself() -> None:
     own = {path.name for path in (ROOT / "callboard").iterdir() if not path.is_symlink()}
 
-    assert own - {"__pycache__"} <= {"__init__.py", "__main__.py", "py.typed", "version.py"}
+    assert own - {"__pycache__"} <= FRONT_DOOR
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])

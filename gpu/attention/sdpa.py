@@ -5,6 +5,8 @@ row, and given to SDPA. Letters: T tokens of this step, R rows, L cached tokens,
 key/value heads, H head size.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,9 +64,25 @@ class SdpaAttention:
             self._plan = _plan(metadata, q_TNH, k_cache)
             self._planned_for = metadata
         out_TNH = torch.zeros_like(q_TNH)
-        for piece in self._plan:
-            out_TNH[piece.tokens] = _attend_piece(piece, q_TNH, k_cache, v_cache, scale)
+        with _without_cudnn():
+            for piece in self._plan:
+                out_TNH[piece.tokens] = _attend_piece(piece, q_TNH, k_cache, v_cache, scale)
         return out_TNH
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Keep SDPA from cuDNN, which torch prefers on GPUs of compute capability 9 and 10.
+
+    cuDNN makes a plan for every new length of keys, which takes tens of milliseconds and is kept
+    for good; and in decoding every step has a new length.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]  # untyped in torch
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def _attend_piece(

@@ -26,8 +26,8 @@ class TensorInfo(NamedTuple):
     """In the file's own words."""
     shape: tuple[int, ...]
     dtype: str
-    is_float: bool
-    """Whether it is floating point, or was before it was quantised."""
+    is_supported: bool
+    """Whether weights can be read from that dtype: floating point, or quantised from it."""
 
 
 class Checkpoint(Protocol):
@@ -118,7 +118,8 @@ def _check_tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> 
             f"{info.file}: tensor {info.name!r} has shape {info.shape}, but the model's"
             f" configuration asks for {shape}"
         )
-    if not info.is_float:
+    if not info.is_supported:
         raise ModelError(
-            f"{info.file}: tensor {info.name!r} holds {info.dtype}; weights must be floating point"
+            f"{info.file}: tensor {info.name!r} is stored as {info.dtype}, which weights are not"
+            " read from"
         )

@@ -59,7 +59,7 @@ _OUR_LAYER_NAMES = {stored: ours for ours, stored in _LAYER_NAMES.items()}
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9][0-9]*)\.(\w+)\.(weight|bias)")
 _FREQUENCY_FACTORS = "rope_freqs.weight"
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-_INTEGER_TYPES = ("I8", "I16", "I32", "I64")
+_UNSUPPORTED_TYPES = ("I8", "I16", "I32", "I64", "F64")
 
 
 class _Hyperparameters(msgspec.Struct, frozen=True):
@@ -174,9 +174,11 @@ def _decoder_config(file: GgufFile, architecture: str) -> DecoderConfig:
     values = _hyperparameters(file, architecture)
     head_dim = values.key_length or values.embedding_length // values.num_heads
     _check_supported(file, values, head_dim)
+    vocab_size = _vocab_size(file)
+    rope_scaling = _rope_scaling(file, values, head_dim)
     try:
         return DecoderConfig(
-            vocab_size=_vocab_size(file),
+            vocab_size=vocab_size,
             hidden_size=values.embedding_length,
             intermediate_size=values.feed_forward_length,
             num_layers=values.block_count,
@@ -189,7 +191,7 @@ def _decoder_config(file: GgufFile, architecture: str) -> DecoderConfig:
             ),
             rms_norm_eps=values.rms_norm_eps,
             rope_theta=values.rope_theta,
-            rope_scaling=_rope_scaling(file, values, head_dim),
+            rope_scaling=rope_scaling,
             tie_word_embeddings=_GLOBAL_NAMES[HEAD] not in file.tensors,
             qkv_bias="blk.0.attn_q.bias" in file.tensors,
             output_bias="blk.0.attn_output.bias" in file.tensors,
@@ -280,7 +282,7 @@ def _describe(file: GgufFile, tensor: GgufTensor) -> TensorInfo:
         name=tensor.name,
         shape=tensor.shape,
         dtype=encoding.name,
-        is_float=encoding.name not in _INTEGER_TYPES,
+        is_supported=encoding.name not in _UNSUPPORTED_TYPES,
     )
 
 

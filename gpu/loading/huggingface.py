@@ -24,12 +24,12 @@ _CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-
-T = TypeVar("T")
-
+_SUPPORTED_DTYPES = ("F64", "F32", "F16", "BF16")
 
 _ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+T = TypeVar("T")
 
 
 class _Config(msgspec.Struct, frozen=True):
@@ -53,6 +53,7 @@ class _Config(msgspec.Struct, frozen=True):
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    partial_rotary_factor: float = 1.0
     sliding_window: PositiveInt | None = 4096
     use_sliding_window: bool = False
     bos_token_id: int | None = None
@@ -97,13 +98,17 @@ def read_config_json(path: Path, source: str) -> ModelConfig:
         if generation_path.exists()
         else _GenerationConfig()
     )
-    eos_token_ids = {*_as_list(config.eos_token_id), *_as_list(generation.eos_token_id)}
+    eos_token_ids = {
+        token_id
+        for token_id in _as_list(config.eos_token_id) + _as_list(generation.eos_token_id)
+        if 0 <= token_id < decoder.vocab_size  # some say -1 for none
+    }
     return ModelConfig(
         source=source,
         format="huggingface",
         architecture=architecture,
         decoder=decoder,
-        eos_token_ids=tuple(sorted(eos_token_ids & set(range(decoder.vocab_size)))),
+        eos_token_ids=tuple(sorted(eos_token_ids)),
         bos_token_id=config.bos_token_id,
     )
 
@@ -134,6 +139,7 @@ def _decoder_config(path: Path, config: _Config) -> tuple[str, DecoderConfig]:
     is_qwen2 = architecture == "Qwen2ForCausalLM"
     _check_supported(path, config)
     rope = _convert(path, _rope_parameters(config), _Rope)
+    rope_scaling = _rope_scaling(path, config, rope.rope_type or rope.old_rope_type)
     try:
         return architecture, DecoderConfig(
             vocab_size=config.vocab_size,
@@ -146,7 +152,7 @@ def _decoder_config(path: Path, config: _Config) -> tuple[str, DecoderConfig]:
             max_sequence_length=_max_sequence_length(architecture, config),
             rms_norm_eps=config.rms_norm_eps,
             rope_theta=rope.rope_theta or config.rope_theta,
-            rope_scaling=_rope_scaling(path, config, rope.rope_type or rope.old_rope_type),
+            rope_scaling=rope_scaling,
             tie_word_embeddings=config.tie_word_embeddings,
             qkv_bias=is_qwen2 or config.attention_bias,
             output_bias=config.attention_bias and not is_qwen2,
@@ -163,6 +169,9 @@ def _check_supported(path: Path, config: _Config) -> None:
     if config.quantization_config is not None:
         method = config.quantization_config.get("quant_method")
         raise ModelError(f"{path}: weights quantised by {method!r} are not supported")
+    rotated = _rope_parameters(config).get("partial_rotary_factor", config.partial_rotary_factor)
+    if rotated != 1.0:
+        raise ModelError(f"{path}: partial_rotary_factor {rotated!r} is not supported; 1.0 is")
 
 
 def _max_sequence_length(architecture: str, config: _Config) -> int:
@@ -183,7 +192,7 @@ def _rope_scaling(
     parameters = {
         key: value
         for key, value in _rope_parameters(config).items()
-        if key not in ("rope_theta", "rope_type", "type")
+        if key not in ("rope_theta", "rope_type", "type", "partial_rotary_factor")
     }
     match rope_type:
         case None | "default":
@@ -274,5 +283,5 @@ def _describe(path: Path, file: Any, name: str) -> TensorInfo:
         name=name,
         shape=tuple(stored.get_shape()),
         dtype=dtype,
-        is_float=dtype in _FLOAT_DTYPES,
+        is_supported=dtype in _SUPPORTED_DTYPES,
     )

@@ -72,7 +72,7 @@ class RandomCheckpoint:
         self.source = config.source
         self._seed = seed
         self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(config.source, name, shape, "F32", is_float=True)
+            name: TensorInfo(config.source, name, shape, "F32", is_supported=True)
             for name, shape in expected_shapes(config.decoder)
         }
 

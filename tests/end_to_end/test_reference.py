@@ -11,6 +11,9 @@ from callboard.supervision.engine import Completion, Engine, open_engine
 
 LOGPROB_TOLERANCE = 2e-4
 
+# One thread a model (threads=1): OpenMP's barriers spin, and beside any other busy process two
+# threads on two cores can take ten times as long as one.
+
 
 class Expected:
     """What the tests read of a reference entry; see `ReferenceEntry` in the root conftest."""
@@ -61,7 +64,7 @@ async def ask_together(engine: Engine, entries: list[Expected]) -> list[Completi
 async def test_each_prompt_alone_gives_the_reference_tokens(
     default_model: Path, reference: Mapping[str, Any]
 ) -> None:
-    async with open_engine(model=str(default_model)) as engine:
+    async with open_engine(model=str(default_model), threads=1) as engine:
         for entry in reference.values():
             check(await ask(engine, entry), entry)
 
@@ -72,7 +75,7 @@ async def test_sixteen_requests_at_once_give_the_same_tokens(
     short = [entry for entry in reference.values() if len(entry.prompt_ids) < 1000]
     entries = [short[index % len(short)] for index in range(16)]
 
-    async with open_engine(model=str(default_model)) as engine:
+    async with open_engine(model=str(default_model), threads=1) as engine:
         answers = await ask_together(engine, entries)
 
     for answer, entry in zip(answers, entries, strict=True):
@@ -86,6 +89,7 @@ async def test_chunked_prefill_and_a_cache_too_small_for_all_give_the_same_token
 
     async with open_engine(
         model=str(default_model),
+        threads=1,
         prefill_chunk_tokens=64,
         kv_cache_gb=0.072,  # 26 blocks of 64 tokens, one of them never handed out
         block_tokens=64,

@@ -1,6 +1,8 @@
 """The torch backend against attention written out row by row, head by head."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -174,3 +176,27 @@ def test_it_takes_queries_that_are_a_slice_of_a_wider_tensor() -> None:
     step.q = torch.cat((step.q, step.q), dim=1)[:, :6]
 
     torch.testing.assert_close(step.attend(SdpaAttention()), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_cudnn_is_kept_out_and_then_as_it_was(
+    before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cudnn_enabled: Callable[[], bool] = torch.backends.cuda.cudnn_sdp_enabled
+    seen: list[bool] = []
+    compute = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(cudnn_enabled())
+        return compute(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    torch.backends.cuda.enable_cudnn_sdp(before)
+    try:
+        Step([(1, 20), (3, 9)]).attend(SdpaAttention())
+        after = cudnn_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+    assert seen == [False, False]
+    assert after == before

@@ -860,6 +860,10 @@ def test_without_a_pool_the_blocks_are_somebody_elses() -> None:
 
     with pytest.raises(RowMismatch, match="no block pool"):
         context.add_request(1, pack_ids([1, 2]), make_sampling())
+    context.add_row(admit(1))
+    with pytest.raises(RowMismatch, match="no block pool"):
+        context.update_requests(np.ones(1, dtype=np.bool_), np.ones(1, dtype=np.int64))
+    assert context.num_tokens == 6
 
 
 @pytest.mark.parametrize("seed", range(8))

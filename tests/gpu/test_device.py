@@ -55,7 +55,10 @@ def test_a_device_of_no_known_kind_is_refused(name: str) -> None:
 def test_auto_is_half_precision_on_a_gpu(
     has_bf16: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: has_bf16)
+    def is_bf16_supported(including_emulation: bool = True) -> bool:
+        return including_emulation or has_bf16
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
 
     assert choose_dtype(torch.device("cuda", 0)) == dtype
 

@@ -301,11 +301,11 @@ def forget(key: str) -> Edit:
         ),
         (
             put("blk.0.attn_norm.weight", np.ones(64, np.int32)),
-            "'blk.0.attn_norm.weight' holds I32; weights must be floating point",
+            "'blk.0.attn_norm.weight' is stored as I32, which weights are not read from",
         ),
         (
             put("blk.0.attn_norm.weight", np.ones(64, np.float64)),
-            "'blk.0.attn_norm.weight': .*F64 is not yet implemented",
+            "'blk.0.attn_norm.weight' is stored as F64",
         ),
         (put("rope_freqs.weight", np.ones(3, np.float32)), r"'rope_freqs.weight' has shape \(3,\)"),
         (forget("llama.block_count"), r"metadata llama.\*: .*missing.*`block_count`"),
@@ -330,7 +330,7 @@ def test_a_file_that_does_not_fit_is_refused_with_its_name_and_the_fault(
 
     with pytest.raises(ModelError, match=message) as caught:
         load(path)
-    assert str(caught.value).startswith(str(path))
+    assert str(caught.value).count(str(path)) == 1
 
 
 def test_an_unknown_architecture_is_named_with_the_known_ones(write: Callable[..., Path]) -> None:

@@ -192,6 +192,8 @@ def test_tensors_without_a_use_are_reported(folder: Path) -> None:
         ({"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; silu is"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),
         ({"rope_parameters": {"rope_theta": 0.5}}, "rope_theta is 0.5"),
         ({"rope_parameters": {"rope_theta": "big"}}, "rope parameters: Expected `float"),
@@ -213,7 +215,7 @@ def test_a_configuration_that_cannot_be_run_is_refused_with_the_reason(
 
     with pytest.raises(ModelError, match=message) as caught:
         read_config(folder)
-    assert str(caught.value).startswith(str(folder / "config.json"))
+    assert str(caught.value).count(str(folder / "config.json")) == 1
 
 
 def damage_config(folder: Path) -> None:
@@ -286,7 +288,7 @@ def test_a_folder_that_is_not_whole_is_refused(
         (
             "model.norm.weight",
             torch.ones(32, dtype=torch.int64),
-            "'model.norm.weight' holds I64; weights must be floating point",
+            "'model.norm.weight' is stored as I64, which weights are not read from",
         ),
     ],
 )

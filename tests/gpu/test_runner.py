@@ -513,8 +513,6 @@ def test_nothing_runs_before_weights_and_cache_are_there() -> None:
         runner.allocate()
     with pytest.raises(NotReady, match="call load first"):
         runner.execute(RunStep(step=1))
-    with pytest.raises(NotReady, match="once the model is loaded"):
-        _ = runner.num_blocks
     runner.load()
     with pytest.raises(NotReady, match="call allocate first"):
         runner.execute(RunStep(step=1))
@@ -556,6 +554,13 @@ def test_settings_the_model_has_no_room_for_are_refused_at_load() -> None:
         ModelRunner(make_config(max_model_len=4096)).load()
     with pytest.raises(ConfigError, match="room for 0 blocks of 2 KiB, and needs at least 2"):
         ModelRunner(make_config(num_blocks=None, kv_cache_gb=1e-9)).load()
+
+
+def test_its_room_does_not_count_the_block_for_padding(runner: ModelRunner) -> None:
+    room = runner.room()
+
+    assert (room.num_blocks, room.block_tokens) == (runner.num_blocks - 1, BLOCK_TOKENS)
+    assert (room.max_rows, room.max_step_tokens, room.max_model_len) == (16, 512, 128)
 
 
 def test_the_models_context_is_the_default() -> None:
@@ -637,11 +642,11 @@ def test_it_runs_on_a_thread_of_its_own_with_that_many_threads() -> None:
     def work() -> None:
         runner = make_runner(make_config(threads=num_threads))
         outputs.append([torch.get_num_threads(), int(runner.describe()["threads"])])
-        outputs.append(run_one(runner, make_sampling()).output)
+        outputs.append(run_one(runner, make_sampling(max_tokens=3)).output)
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join(timeout=30)
 
     assert outputs[0] == [num_threads, num_threads]
-    assert outputs[1] == run_one(make_runner(), make_sampling()).output
+    assert outputs[1] == run_one(make_runner(), make_sampling(max_tokens=3)).output
