@@ -224,7 +224,8 @@ class Cell:
         self.lives = 0
         self.handling = 0
         self.kind = ""
-        self.suspended: Suspend | None = None  # what a life that begins now must not allocate
+        self.paused = False  # whether a life that begins now must not run anything
+        self.suspended: Suspend | None = None  # what it must not allocate
         self.log = get_logger(actor=name)
         self.crashed = False  # in on_stop: whether this life ends with a failure
         self.nursery: trio.Nursery
@@ -322,6 +323,11 @@ class Cell:
         if letter.reply is not None:
             letter.reply.fail(error(f"{self.name} did not handle it: {reason}"))
         self.system.dead_letters.add(self.name, reason, letter.message)
+
+    @property
+    def deadline(self) -> float:
+        """When who asked the message in hand gives up, on the trio clock; infinity when nobody."""
+        return float("inf") if self._letter is None else self._letter.deadline
 
     def defer(self) -> Reply:
         """Return the slot of the letter in hand, to be answered later."""

@@ -16,8 +16,9 @@ from callboard.actors.mailbox import Reply
 from callboard.actors.ref import ActorRef
 from callboard.actors.routing import OpenRequest, PeerKey, Routing
 from callboard.actors.session import Joined, Left, Listener, Said
-from callboard.actors.system import ActorSystem
+from callboard.actors.system import ActorSystem, Timer
 from callboard.actors.transport import Network
+from callboard.actors.zmq_socket import EndpointError
 from callboard.messages.base import Message
 from callboard.messages.control import AbortReply, AbortRequests, ControlReply, Stop
 from callboard.messages.errors import (
@@ -26,6 +27,7 @@ from callboard.messages.errors import (
     Failure,
     MailboxFull,
     RequestError,
+    WireError,
 )
 from callboard.messages.events import RequestStats, StepStats
 from callboard.messages.membership import Hello, Role, Welcome
@@ -41,6 +43,9 @@ from callboard.messages.requests import (
 
 FromClient = Submit | Abort
 ToClient = Accepted | Refused | TokensOut
+
+PORT_TIMEOUT_S = 2.0
+PORT_INTERVAL_S = 0.02
 
 
 class _DrainOver(Message, frozen=True):
@@ -82,19 +87,11 @@ class Coordinator(Actor[CoordinatorInbox]):
         self._listener: Listener | None = None
         self._stopping: list[tuple[Stop, Reply]] = []
         self._taken = 0
+        self._overdue: Timer | None = None  # for the first deadline among those without a replica
 
     async def on_start(self) -> None:
         """Listen."""
-        self._listener = Listener(
-            self._system,
-            self._network,
-            self._endpoint,
-            name=self.name,
-            inboxes={Role.CLIENT: FromClient, Role.REPLICA: FromReplica},
-            outboxes={Role.CLIENT: ToClient, Role.REPLICA: ToReplica},
-            welcome=self._welcome,
-            deliver=self.ref.tell,
-        )
+        self._listener = await self._listen()
         self._bound(self._listener.endpoint)
         self.spawn(self._listener.run)
 
@@ -132,11 +129,7 @@ class Coordinator(Actor[CoordinatorInbox]):
             case _DrainOver():
                 self._end(self._routing.open_requests(), FinishReason.ABORT)
             case _Overdue():
-                now = trio.current_time()
-                late = [
-                    request for request in self._routing.unassigned() if request.deadline <= now
-                ]
-                self._end(late, FinishReason.DEADLINE)
+                self._end_overdue()
         self._acknowledge_stop()
         return answer
 
@@ -148,6 +141,26 @@ class Coordinator(Actor[CoordinatorInbox]):
             "replicas": self._routing.num_replicas,
             "frames_refused": 0 if self._listener is None else self._listener.frames_refused,
         }
+
+    async def _listen(self) -> Listener:
+        """Open the socket; the port of the life before may take a moment to become free."""
+        give_up_at = trio.current_time() + (PORT_TIMEOUT_S if self.cell.lives > 1 else 0.0)
+        while True:
+            try:
+                return Listener(
+                    self._system,
+                    self._network,
+                    self._endpoint,
+                    name=self.name,
+                    inboxes={Role.CLIENT: FromClient, Role.REPLICA: FromReplica},
+                    outboxes={Role.CLIENT: ToClient, Role.REPLICA: ToReplica},
+                    welcome=self._welcome,
+                    deliver=self.ref.tell,
+                )
+            except EndpointError:
+                if trio.current_time() >= give_up_at:
+                    raise
+            await trio.sleep(PORT_INTERVAL_S)
 
     def _welcome(self, session: str) -> Welcome:
         return Welcome(
@@ -172,11 +185,11 @@ class Coordinator(Actor[CoordinatorInbox]):
                 if request is not None:
                     self._abort([request])
             case Accepted():
-                self._accepted(said)
+                self._accepted(peer, said)
             case Refused():
-                self._refused(said)
+                self._refused(peer, said)
             case TokensOut():
-                self._tokens(said)
+                self._tokens(peer, said)
             case StepStats() | RequestStats():
                 self._metrics.tell_nowait(said)
 
@@ -191,25 +204,46 @@ class Coordinator(Actor[CoordinatorInbox]):
             return
         self._taken += 1
         self._assign(request)
-        if request.replica is None and request.deadline != float("inf"):
-            self.tell_self_at(request.deadline, _Overdue())
 
     def _assign(self, request: OpenRequest) -> None:
         replica = self._routing.assign(request)
-        if replica is not None:
+        if replica is None:
+            self._watch_deadline(request.deadline)
+            return
+        try:
             # A replica that is gone by now says so with a Left, which brings the request back.
             self._listening.send(replica, request.for_replica(trio.current_time()))
+        except WireError as error:  # as long as a client may send, and ours is a little longer
+            self._end([request], FinishReason.ERROR, Failure.of(error))
 
-    def _accepted(self, accepted: Accepted) -> None:
-        request = self._routing.find(accepted.request_id)
+    def _watch_deadline(self, deadline: float) -> None:
+        """Wake up at the earliest deadline of a request without a replica; one timer for all."""
+        due = float("inf") if self._overdue is None else self._overdue.due
+        if deadline >= due:
+            return
+        if self._overdue is not None:
+            self._overdue.cancel()
+        self._overdue = self.tell_self_at(deadline, _Overdue())
+
+    def _end_overdue(self) -> None:
+        now = trio.current_time()
+        unassigned = self._routing.unassigned()
+        late = [request for request in unassigned if request.deadline <= now]
+        self._end(late, FinishReason.DEADLINE)
+        self._overdue = None
+        rest = [request.deadline for request in unassigned if request.deadline > now]
+        self._watch_deadline(min(rest, default=float("inf")))
+
+    def _accepted(self, replica: PeerKey, accepted: Accepted) -> None:
+        request = self._routing.find(replica, accepted.request_id)
         if request is None:
             return
         news = self._routing.accept(request, accepted)
         if news is not None:
             self._listening.send(request.client, news)
 
-    def _refused(self, refused: Refused) -> None:
-        request = self._routing.find(refused.request_id)
+    def _refused(self, replica: PeerKey, refused: Refused) -> None:
+        request = self._routing.find(replica, refused.request_id)
         if request is None:
             return
         if request.accepted:
@@ -220,18 +254,22 @@ class Coordinator(Actor[CoordinatorInbox]):
             request.client, Refused(request_id=request.client_id, failure=refused.failure)
         )
 
-    def _tokens(self, tokens: TokensOut) -> None:
+    def _tokens(self, replica: PeerKey, tokens: TokensOut) -> None:
         by_client: defaultdict[PeerKey, list[Delta]] = defaultdict(list)
         for delta in tokens.deltas:
-            request = self._routing.find(delta.request_id)
-            if request is not None:
-                by_client[request.client].append(self._routing.deliver(request, delta))
+            request = self._routing.find(replica, delta.request_id)
+            if request is None:
+                continue
+            told = self._routing.deliver(request, delta)
+            by_client[request.client].append(told)
+            if told.finish is not delta.finish:  # ended here, over nonsense; the replica goes on
+                self._listening.send(replica, Abort(request_id=delta.request_id))
         for client, deltas in by_client.items():
             self._listening.send(client, TokensOut(deltas=tuple(deltas)))
 
     def _join(self, peer: PeerKey, hello: Hello) -> None:
+        self._leave(peer, "said hello again")
         if hello.role is Role.REPLICA:
-            self._leave(peer, "said hello again")
             self._routing.replica_joined(peer)
             self.log.info("replica joined", replica=hello.name)
             for request in self._routing.unassigned():
@@ -251,7 +289,8 @@ class Coordinator(Actor[CoordinatorInbox]):
                 self._end([request], FinishReason.ABORT)
             else:
                 self._assign(request)
-        self._abort(self._routing.client_left(peer))
+        # At once, not when a replica has said so: the client may come back with the same ids.
+        self._end(self._routing.client_left(peer), FinishReason.ABORT)
 
     def _abort(self, requests: list[OpenRequest]) -> None:
         """Abort requests; those at a replica end when it says so, and has freed what they hold."""

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from callboard.actors.actor import Actor
 from callboard.actors.device_thread import DeviceThread
 from callboard.actors.ref import ActorRef
@@ -43,7 +45,7 @@ class Runner(Protocol):
         ...
 
     def room(self) -> DeviceReady:
-        """Say what fits, once the cache is allocated."""
+        """Say what fits; needs neither weights nor cache."""
         ...
 
     def describe(self) -> dict[str, int | float | str]:
@@ -53,6 +55,10 @@ class Runner(Protocol):
 
 class Executor(Actor[ExecutorInbox]):
     """Runs steps one at a time. An error in a step is the end of this life and of all rows."""
+
+    # Every row may be dropped, one by one, while a step runs; the scheduler must not have to wait
+    # for its end then, since the end waits for room in the scheduler's mailbox.
+    capacity = 128 * 1024
 
     def __init__(
         self,
@@ -67,7 +73,6 @@ class Executor(Actor[ExecutorInbox]):
         self._thread = DeviceThread("callboard device")
         self._runner: Runner
         self._details: dict[str, int | float | str] = {}
-        self._announced = False
 
     async def on_start(self) -> None:
         """Load the model and say what fits; while suspended, take no more than that leaves."""
@@ -79,6 +84,11 @@ class Executor(Actor[ExecutorInbox]):
         elif levels.weights is WeightsLevel.KEEP:
             await self._thread.run(self._runner.load)
         await self._describe()
+        fits = await self._thread.run(self._runner.room)
+        room = msgspec.structs.replace(fits, life=self.cell.lives)
+        # The allocator first: the scheduler asks it as soon as it knows.
+        await self._allocator.tell(room)
+        await self._scheduler.tell(room)
 
     async def on_stop(self) -> None:
         """End the thread once its job is done."""
@@ -87,6 +97,10 @@ class Executor(Actor[ExecutorInbox]):
     async def receive(self, message: ExecutorInbox) -> None:
         """Handle one message."""
         match message:
+            case RunStep() if message.life != self.cell.lives:
+                # Planned for a device that is gone, with its rows and blocks: the scheduler will
+                # read of this one, and plan anew.
+                self.log.info("stale step ignored", step=message.step)
             case RunStep():
                 done = await self._thread.run(lambda: self._runner.execute(message))
                 await self._scheduler.tell(done)
@@ -116,12 +130,6 @@ class Executor(Actor[ExecutorInbox]):
     async def _take_memory(self) -> None:
         await self._thread.run(self._runner.load)
         await self._thread.run(self._runner.allocate)
-        if not self._announced:
-            self._announced = True
-            room = await self._thread.run(self._runner.room)
-            # The allocator first: the scheduler asks it as soon as it knows.
-            await self._allocator.tell(room)
-            await self._scheduler.tell(room)
 
     async def _describe(self) -> None:
         self._details = await self._thread.run(self._runner.describe)

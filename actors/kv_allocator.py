@@ -20,8 +20,10 @@ class KVAllocator(Actor[KVAllocatorInbox]):
     async def receive(self, message: KVAllocatorInbox) -> None:
         """Handle one message."""
         match message:
+            case ReserveBlocks() if self._pool is not None:
+                await self._scheduler.tell(self._reserve(message, self._pool))
             case ReserveBlocks():
-                await self._scheduler.tell(self._reserve(message))
+                pass  # asked of an earlier life; the DeviceReady that will come begins a new round
             case ReleaseBlocks(rows=rows):
                 self._release(rows)
             case DeviceReady(num_blocks=num_blocks):
@@ -36,10 +38,7 @@ class KVAllocator(Actor[KVAllocatorInbox]):
             return {"blocks_total": 0, "blocks_free": 0}
         return {"blocks_total": pool.usable, "blocks_free": pool.free}
 
-    def _reserve(self, question: ReserveBlocks) -> BlocksGranted:
-        pool = self._pool
-        if pool is None:
-            return BlocksGranted(step=question.step, blocks={}, free=0)
+    def _reserve(self, question: ReserveBlocks, pool: BlockPool) -> BlocksGranted:
         granted: dict[RowId, tuple[int, ...]] = {}
         for wanted in question.grow:
             self._grant(pool, wanted, granted)

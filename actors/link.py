@@ -1,10 +1,13 @@
 """The link: a replica's end of the connection to the coordinator."""
 
+import contextlib
+
 from callboard.actors.actor import Actor
 from callboard.actors.ref import ActorRef
 from callboard.actors.session import Connection, Joined, Left, Said
 from callboard.actors.system import ActorSystem
 from callboard.actors.transport import Network
+from callboard.messages.errors import Unreachable
 from callboard.messages.events import RequestStats, StepStats
 from callboard.messages.membership import Role
 from callboard.messages.requests import Abort, Accepted, ForgetAll, Refused, Submit, TokensOut
@@ -12,11 +15,15 @@ from callboard.messages.requests import Abort, Accepted, ForgetAll, Refused, Sub
 ToReplica = Submit | Abort
 FromReplica = Accepted | Refused | TokensOut | StepStats | RequestStats
 
-LinkInbox = FromReplica | Said | Joined | Left
+LinkInbox = FromReplica
 
 
 class Link(Actor[LinkInbox]):
-    """Passes requests in and tokens out. Whatever a new session begins with, it begins empty."""
+    """Passes requests in and tokens out. Whatever a new session begins with, it begins empty.
+
+    What comes in goes from the connection's task to the tokenizer, past the mailbox: scheduler and
+    tokenizer may wait for room in that, so nothing that waits for them may stand in it.
+    """
 
     capacity = 4 * 1024
 
@@ -35,7 +42,6 @@ class Link(Actor[LinkInbox]):
         self._replica = replica
         self._tokenizer = tokenizer
         self._connection: Connection | None = None
-        self._connected = False
 
     async def on_start(self) -> None:
         """Connect; the replica is up when the coordinator has welcomed it."""
@@ -47,7 +53,7 @@ class Link(Actor[LinkInbox]):
             name=self._replica,
             inbox=ToReplica,
             outbox=FromReplica,
-            deliver=self.ref.tell,
+            deliver=self._deliver,
         )
         self.spawn(self._connection.run)
         await self._connection.wait_welcome()
@@ -58,22 +64,26 @@ class Link(Actor[LinkInbox]):
             self._connection.close()
 
     async def receive(self, message: LinkInbox) -> None:
-        """Handle one message."""
-        match message:
-            case Said(message=said):
-                await self._tokenizer.tell(said)
-            case Joined():
-                self._connected = True
-                await self._tokenizer.tell(ForgetAll())
-            case Left(reason=reason):
-                # The coordinator gives what we had to others, or to us again after a new Joined.
-                self._connected = False
-                self.log.warning("coordinator lost", reason=reason)
-                await self._tokenizer.tell(ForgetAll())
-            case _:
-                if self._connected and self._connection is not None:
-                    self._connection.send_nowait(message)
+        """Pass on what the replica says, if there is somebody to hear it.
+
+        A message lost with its session is not missed: the coordinator gives the request out again.
+        """
+        if self._connection is not None and self._connection.present:
+            with contextlib.suppress(Unreachable):
+                self._connection.send_nowait(message)
 
     def details(self) -> dict[str, int | float | str]:
         """Return where it is connected to."""
-        return {"endpoint": self._endpoint, "connected": int(self._connected)}
+        connected = self._connection is not None and self._connection.present
+        return {"endpoint": self._endpoint, "connected": int(connected)}
+
+    async def _deliver(self, event: Said | Joined | Left) -> None:
+        match event:
+            case Said(message=said):
+                await self._tokenizer.tell(said)
+            case Joined():
+                await self._tokenizer.tell(ForgetAll())
+            case Left(reason=reason):
+                # The coordinator gives what we had to others, or to us again after a new Joined.
+                self.log.warning("coordinator lost", reason=reason)
+                await self._tokenizer.tell(ForgetAll())

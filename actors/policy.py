@@ -9,6 +9,11 @@ A decoding row whose last block is full asks for one more. If it gets none it wa
 asks again in every later step, oldest first; nothing new is admitted meanwhile. When nothing at
 all could run, the newest row is evicted: its output is kept, its blocks go to the others, and it
 is prefilled again from its old place in the queue.
+
+A device that fails takes all its rows along, and which of them it failed of is not known. Each
+request counts the failures it was part of since its last token; one that has several is tried
+apart from other new rows, so that the count of the innocent goes back to 0 and that of the guilty
+goes on to MAX_RETRIES.
 """
 
 import itertools
@@ -33,7 +38,10 @@ from callboard.messages.steps import (
 )
 
 MAX_RETRIES = 3
-"""How many device failures a request may be part of before it is taken for their cause."""
+"""Device failures a request may be part of, with no token in between, before it is their cause."""
+
+TRIED_APART = 2
+"""After so many it is admitted with no other new row, so that the innocent can clear themselves."""
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,10 +102,13 @@ class SchedulingPolicy:
     def room_for(self, prompt_tokens: int) -> int:
         """Return how many tokens a request could generate at most behind such a prompt."""
         device = self._known_device()
-        return min(device.max_model_len, device.num_blocks * device.block_tokens) - prompt_tokens
+        return min(device.max_model_len, _most_tokens(device)) - prompt_tokens
 
-    def check_fits(self, prompt_tokens: int, max_tokens: int | None) -> int:
-        """Return the request's max_tokens; raises RequestError when it can never run."""
+    def check_fits(self, prompt_tokens: int, max_tokens: int | None, *, delivered: int = 0) -> int:
+        """Return the request's max_tokens; raises RequestError when it can never run.
+
+        `delivered` is how many tokens it has generated already, in an earlier life.
+        """
         device = self._known_device()
         if prompt_tokens >= device.max_model_len:
             raise RequestError(
@@ -114,15 +125,19 @@ class SchedulingPolicy:
                 field="max_tokens",
                 allowed=f"1 to {device.max_model_len - prompt_tokens}",
             )
-        # The last token sampled is never put into the cache.
         needed = _blocks(prompt_tokens + wanted - 1, device.block_tokens)
         if needed > device.num_blocks:
             raise RequestError(
                 f"the request needs {needed} KV blocks of {device.block_tokens} tokens, and the "
                 f"pool has {device.num_blocks}",
                 field="max_tokens",
-                allowed=f"prompt and output within {device.num_blocks * device.block_tokens} "
-                "tokens",
+                allowed=f"prompt and output within {_most_tokens(device)} tokens",
+            )
+        if delivered >= wanted:
+            raise RequestError(
+                f"{delivered} tokens are delivered already, and max_tokens is {wanted}",
+                field="delivered",
+                allowed=f"at most {wanted - 1} tokens",
             )
         return wanted
 
@@ -152,9 +167,11 @@ class SchedulingPolicy:
         return rows
 
     def device_ready(self, device: DeviceReady, *, in_flight: bool) -> Advanced:
-        """The device is new and knows no row: requeue all, fail those that keep killing it.
+        """The device is new and knows no row: requeue all, fail those that cannot run on it.
 
-        `in_flight` says whether a step was running when the device before it failed.
+        Those are the ones that keep killing it, and the ones that do not fit, accepted before it
+        was known how much does. `in_flight` says whether a step was running when the device before
+        it failed.
         """
         self.device = device
         result = Advanced()
@@ -162,11 +179,9 @@ class SchedulingPolicy:
         self.checkpoint_all()
         self._proposed = {}
         for request in suspects if in_flight else ():
-            request.crashes += 1
-            if request.crashes > MAX_RETRIES:
-                why = f"the device failed {request.crashes} times while it ran this request"
-                failure = Failure(code="RequestFailed", message=why)
-                self._end(result, request, FinishReason.ERROR, failure=failure)
+            self._suspect(result, request)
+        for request in list(self.ledger):
+            self._fit_again(result, request)
         return result
 
     @property
@@ -225,6 +240,7 @@ class SchedulingPolicy:
             admits=tuple(admits),
             continues=tuple(continues),
             grants=tuple(grants),
+            life=self._known_device().life,
         )
         return Planned(
             step=step if admits or continues or decoding > 0 else None,
@@ -252,6 +268,7 @@ class SchedulingPolicy:
             request = self.ledger.in_row(row)
             if request is None:
                 continue
+            request.crashes = 0
             if request.first_token_at is None:
                 request.first_token_at = now
             top = done.top_logprobs.get(row, ())
@@ -271,6 +288,21 @@ class SchedulingPolicy:
         assert self.device is not None, "nothing is scheduled before the device is ready"
         return self.device
 
+    def _suspect(self, result: Advanced, request: Request) -> None:
+        request.crashes += 1
+        if request.crashes > MAX_RETRIES:
+            why = f"the device failed {request.crashes} times while it ran this request"
+            failure = Failure(code="RequestFailed", message=why)
+            self._end(result, request, FinishReason.ERROR, failure=failure)
+
+    def _fit_again(self, result: Advanced, request: Request) -> None:
+        try:
+            request.max_tokens = self.check_fits(
+                len(request.prompt), request.params.max_tokens, delivered=len(request.output)
+            )
+        except RequestError as error:
+            self._end(result, request, FinishReason.ERROR, failure=Failure.of(error))
+
     def _in_want(self) -> list[Request]:
         """Decoding rows without room for their next token, oldest first."""
         wanting = [request for request in self._full if request.phase is Phase.DECODING]
@@ -289,22 +321,27 @@ class SchedulingPolicy:
         return min(request.target - request.length, budget, limit)
 
     def _propose_admissions(self, budget: int) -> list[BlockRequest]:
-        device = self._known_device()
-        partial = self._prefilling is not None and self._unfinished_after_chunk(self._prefilling)
         admit: list[BlockRequest] = []
-        if partial or self._starved or not self.admitting:
+        if not self._may_admit():
             return admit
-        slots = device.max_rows - self.ledger.num_rows
+        slots = self._known_device().max_rows - self.ledger.num_rows
         for request in self._waiting[: max(0, slots)]:
             request.target = len(request.prompt) + len(request.output)
             chunk = self._chunk(request, budget)
-            if chunk <= 0:
+            if chunk <= 0 or (admit and _is_suspect(request)):
                 break
             admit.append(self._propose(request, chunk))
             budget -= chunk
-            if chunk < request.target:
-                break  # one prompt at a time is prefilled in parts
+            if chunk < request.target or _is_suspect(request):
+                break  # one prompt at a time is prefilled in parts, one suspect at a time is tried
         return admit
+
+    def _may_admit(self) -> bool:
+        if not self.admitting or not self._waiting or self._starved:
+            return False
+        if self._prefilling is not None and self._unfinished_after_chunk(self._prefilling):
+            return False
+        return not any(map(_is_suspect, self.ledger.rows()))
 
     def _unfinished_after_chunk(self, request: Request) -> bool:
         assert request.row is not None
@@ -409,6 +446,15 @@ class SchedulingPolicy:
 
 def _order(request: Request) -> tuple[int, int]:
     return request.order
+
+
+def _is_suspect(request: Request) -> bool:
+    return request.crashes >= TRIED_APART
+
+
+def _most_tokens(device: DeviceReady) -> int:
+    """Return how long a sequence may get: the last token sampled is never put into the cache."""
+    return device.num_blocks * device.block_tokens + 1
 
 
 def _blocks(num_tokens: int, block_tokens: int) -> int:

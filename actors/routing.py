@@ -1,10 +1,12 @@
 """Which replica runs which request, and what each client already has. Pure.
 
 A request lives here from its submission to its terminal delta. Each time it is given to a replica
-it gets a fresh wire id, so whatever a replica says about an earlier attempt matches nothing.
+it gets a fresh wire id, so whatever a replica says about an earlier attempt, or says late to a
+coordinator that was restarted, matches nothing.
 """
 
 import itertools
+import secrets
 from array import array
 from collections.abc import Iterable
 
@@ -13,6 +15,7 @@ import msgspec
 from callboard.messages.errors import Failure, MailboxFull, RequestError
 from callboard.messages.requests import (
     MAX_REQUEST_ID_CHARS,
+    MAX_TIMEOUT_S,
     Accepted,
     Delta,
     FinishReason,
@@ -24,13 +27,16 @@ PeerKey = bytes
 
 MAX_OPEN = 16_384
 MAX_ATTEMPTS = 4
-"""Replicas a request may be lost with before it is taken for the cause."""
+"""Replicas a request may be lost with, without a token in between, before it is their cause."""
 
 
 class OpenRequest:
     """One request between its submission and its terminal delta."""
 
-    def __init__(self, number: int, client: PeerKey, submit: Submit, deadline: float) -> None:
+    def __init__(
+        self, number: int, client: PeerKey, submit: Submit, deadline: float, *, ledger: str
+    ) -> None:
+        """`ledger` names the ledger that counts the numbers."""
         self.number = number
         self.client = client
         self.client_id = submit.request_id
@@ -40,13 +46,15 @@ class OpenRequest:
         self.output.frombytes(submit.delivered)
         self.replica: PeerKey | None = None
         self.attempts = 0
+        self.losses = 0  # since the last token
         self.accepted = False
         self.aborting = False
+        self._ledger = ledger
 
     @property
     def wire_id(self) -> RequestId:
         """What the replica that runs it now calls it."""
-        return f"{self.number}.{self.attempts}"
+        return f"{self._ledger}.{self.number}.{self.attempts}"
 
     def for_replica(self, now: float) -> Submit:
         """Return the request as the next replica should see it: under a fresh id, continued."""
@@ -69,6 +77,7 @@ class Routing:
 
     def __init__(self, *, max_open: int = MAX_OPEN) -> None:
         self._max_open = max_open
+        self._name = secrets.token_hex(4)
         self._numbers = itertools.count(1)
         self._by_wire_id: dict[RequestId, OpenRequest] = {}
         self._by_client: dict[PeerKey, dict[RequestId, OpenRequest]] = {}
@@ -93,22 +102,35 @@ class Routing:
     def submit(self, client: PeerKey, submit: Submit, now: float) -> OpenRequest:
         """Take a request in. Raises RequestError or MailboxFull."""
         request_id = submit.request_id
-        mine = self._by_client.setdefault(client, {})
         if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
             raise RequestError(
                 f"the request id has {len(request_id)} characters",
                 field="request_id",
                 allowed=f"1 to {MAX_REQUEST_ID_CHARS} characters",
             )
-        if request_id in mine:
+        timeout_s = submit.timeout_s
+        if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise RequestError(
+                f"timeout_s is {timeout_s}",
+                field="timeout_s",
+                allowed=f"above 0 and at most {MAX_TIMEOUT_S:g} seconds",
+            )
+        if len(submit.delivered) % 4:
+            raise RequestError(
+                f"delivered is {len(submit.delivered)} bytes of packed ids",
+                field="delivered",
+                allowed="4 bytes an id",
+            )
+        if self.of_client(client, request_id) is not None:
             raise RequestError(
                 f"the request id {request_id} is in use", field="request_id", allowed="a new id"
             )
         if self.num_open >= self._max_open:
             raise MailboxFull(f"{self._max_open} requests are open already")
         deadline = float("inf") if submit.timeout_s is None else now + submit.timeout_s
-        request = OpenRequest(next(self._numbers), client, submit, deadline)
-        mine[request_id] = request
+        number = next(self._numbers)
+        request = OpenRequest(number, client, submit, deadline, ledger=self._name)
+        self._by_client.setdefault(client, {})[request_id] = request
         self._unassigned[request.number] = request
         return request
 
@@ -128,9 +150,10 @@ class Routing:
         """Return the requests that wait for a replica, oldest first."""
         return sorted(self._unassigned.values(), key=lambda request: request.number)
 
-    def find(self, wire_id: RequestId) -> OpenRequest | None:
-        """Return the request that a replica calls so now."""
-        return self._by_wire_id.get(wire_id)
+    def find(self, replica: PeerKey, wire_id: RequestId) -> OpenRequest | None:
+        """Return the request that this replica calls so now."""
+        request = self._by_wire_id.get(wire_id)
+        return None if request is None or request.replica != replica else request
 
     def of_client(self, client: PeerKey, request_id: RequestId) -> OpenRequest | None:
         """Return a client's request by the client's own id."""
@@ -151,12 +174,13 @@ class Routing:
         A delta that does not continue what the client has ends the request as an error: tokens
         must be neither doubled nor missing.
         """
-        if delta.start != len(request.output):
-            why = f"the replica went on at token {delta.start}, not {len(request.output)}"
-            failure = Failure(code="RequestFailed", message=why)
+        nonsense = _nonsense(request, delta)
+        if nonsense:
+            failure = Failure(code="RequestFailed", message=nonsense)
             delta = request.terminal(FinishReason.ERROR, failure)
         else:
             request.output.frombytes(delta.token_ids)
+            request.losses = 0 if delta.token_ids else request.losses
             delta = msgspec.structs.replace(delta, request_id=request.client_id)
         if delta.finish is not None:
             self.close(request)
@@ -185,8 +209,9 @@ class Routing:
         for request in sorted(lost, key=lambda request: request.number):
             del self._by_wire_id[request.wire_id]
             request.replica = None
+            request.losses += 1
             self._unassigned[request.number] = request
-            (again if request.attempts < MAX_ATTEMPTS else hopeless).append(request)
+            (again if request.losses < MAX_ATTEMPTS else hopeless).append(request)
         return again, hopeless
 
     def client_left(self, client: PeerKey) -> list[OpenRequest]:
@@ -197,3 +222,12 @@ class Routing:
         """Return every client's request of that id."""
         clients: Iterable[dict[RequestId, OpenRequest]] = self._by_client.values()
         return [mine[request_id] for mine in clients if request_id in mine]
+
+
+def _nonsense(request: OpenRequest, delta: Delta) -> str:
+    """Say why a delta cannot be what comes next; "" when it can."""
+    if delta.start != len(request.output):
+        return f"the replica went on at token {delta.start}, not {len(request.output)}"
+    if len(delta.token_ids) % 4:
+        return f"the replica sent {len(delta.token_ids)} bytes of packed ids"
+    return ""

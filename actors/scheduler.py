@@ -16,6 +16,7 @@ from callboard.actors.ledger import Request, TextOut
 from callboard.actors.mailbox import Reply
 from callboard.actors.policy import Advanced, SchedulingPolicy, tokens_of
 from callboard.actors.ref import ActorRef
+from callboard.actors.system import Timer
 from callboard.messages.base import Message
 from callboard.messages.blocks import BlocksGranted, ReleaseBlocks, ReserveBlocks
 from callboard.messages.control import (
@@ -56,7 +57,9 @@ class _DeadlinePassed(Message, frozen=True):
 
 
 class _DrainOver(Message, frozen=True):
-    """Scheduler → itself: the requests that still run have had their time."""
+    """Scheduler → itself: the requests that still run have had their time, in that drain."""
+
+    number: int
 
 
 class _Round(enum.Enum):
@@ -97,6 +100,8 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         self._round_step = 0
         self._paused = False
         self._draining = False
+        self._drains = 0
+        self._timers: dict[RequestId, Timer] = {}
         self._pausing: list[tuple[Pause, Reply]] = []
         self._arrivals = 0
         self._steps = 0
@@ -110,18 +115,24 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
             case Abort(request_id=request_id):
                 await self._finish(request_id, FinishReason.ABORT)
             case _DeadlinePassed(request_id=request_id):
-                await self._finish(request_id, FinishReason.DEADLINE)
+                await self._expire(request_id)
             case ForgetAll():
-                await self._release(self._policy.forget_all(), dropped=True)
+                await self._forget_all()
             case BlocksGranted():
                 await self._plan(message)
             case StepDone():
                 await self._advance(message)
             case DeviceReady():
                 await self._meet_device(message)
-            case _DrainOver():
-                await self._abort_running()
+            case _DrainOver(number=number):
+                await self._abort_running(number)
         await self._go_on()
+
+    async def on_start(self) -> None:
+        """Begin as the tree is: where that is paused, without a step."""
+        if self.cell.paused:
+            self._paused = True
+            self.cell.state = State.PAUSED
 
     async def on_pause(self, verb: Pause) -> ControlReply | None:
         """Stop stepping; acknowledged when no step is under way."""
@@ -130,19 +141,23 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
                 await self._finish(request.request_id, FinishReason.ABORT)
         if verb.mode is PauseMode.DRAIN and not self._paused:
             self._draining = True
+            self._drains += 1
             self._policy.admitting = False
-            self.tell_self_at(trio.current_time() + verb.drain_s, _DrainOver())
+            over = _DrainOver(number=self._drains)
+            self.tell_self_at(trio.current_time() + verb.drain_s, over)
         else:
             self._paused = True
+            self._draining = False
         self.cell.state = State.PAUSING
         self._pausing.append((verb, self.defer()))
         await self._go_on()
         return None
 
     async def on_unpause(self, verb: Unpause) -> ControlReply | None:
-        """Step again."""
+        """Step again; a PAUSE that has not been reached is refused."""
         self._paused = self._draining = False
         self._policy.admitting = True
+        self._refuse_pauses()
         reply = self.ack(verb, requests=len(self._policy.ledger))
         await self._go_on()
         return reply
@@ -176,8 +191,7 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
             await self._out.tell(Refused(request_id=message.request_id, failure=Failure.of(error)))
             return
         self._policy.add(request)
-        if request.deadline != float("inf"):
-            self.tell_self_at(request.deadline, _DeadlinePassed(request_id=request.request_id))
+        self._set_timer(request)
         await self._out.tell(
             Accepted(
                 request_id=request.request_id,
@@ -194,8 +208,10 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
             )
         if len(policy.ledger) >= self._max_queued:
             raise MailboxFull(f"{self._max_queued} requests are queued already")
-        prompt = tokens_of(message.prompt_token_ids)
-        max_tokens = policy.check_fits(len(prompt), params.max_tokens)
+        prompt, delivered = tokens_of(message.prompt_token_ids), tokens_of(message.delivered)
+        max_tokens = params.max_tokens or 0
+        if policy.device is not None:  # else the device's arrival brings the check
+            max_tokens = policy.check_fits(len(prompt), params.max_tokens, delivered=len(delivered))
         now = trio.current_time()
         self._arrivals += 1
         eos = () if params.ignore_eos else self._eos_token_ids
@@ -211,16 +227,38 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
             accepted_at=now,
             deadline=float("inf") if message.timeout_s is None else now + message.timeout_s,
         )
-        request.restore_output(tokens_of(message.delivered))
+        request.restore_output(delivered)
         return request
+
+    def _set_timer(self, request: Request) -> None:
+        if request.deadline == float("inf"):
+            return
+        passed = _DeadlinePassed(request_id=request.request_id)
+        self._timers[request.request_id] = self.tell_self_at(request.deadline, passed)
+
+    def _cancel_timer(self, request_id: RequestId) -> None:
+        timer = self._timers.pop(request_id, None)
+        if timer is not None:
+            timer.cancel()
+
+    async def _expire(self, request_id: RequestId) -> None:
+        request = self._policy.ledger.get(request_id)
+        # The id may have been used again since the timer fired.
+        if request is not None and request.deadline <= trio.current_time():
+            await self._finish(request_id, FinishReason.DEADLINE)
+
+    async def _forget_all(self) -> None:
+        for request_id in list(self._timers):
+            self._cancel_timer(request_id)
+        await self._release(self._policy.forget_all(), dropped=True)
 
     async def _finish(self, request_id: RequestId, reason: FinishReason) -> None:
         request = self._policy.ledger.get(request_id)
         if request is not None:
             await self._apply(self._policy.finish(request, reason))
 
-    async def _abort_running(self) -> None:
-        if not self._draining:
+    async def _abort_running(self, drain: int) -> None:
+        if not self._draining or drain != self._drains:
             return
         for request in self._policy.ledger.rows():
             await self._finish(request.request_id, FinishReason.ABORT)
@@ -243,6 +281,13 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
                 reply.send(self.ack(verb, requests=len(self._policy.ledger)))
         elif self._policy.device is not None and self._policy.has_work:
             await self._propose()
+
+    def _refuse_pauses(self) -> None:
+        while self._pausing:
+            _, reply = self._pausing.pop()
+            reply.send(
+                ControlReply(verb="pause", state=State.RUNNING, refused="unpaused meanwhile")
+            )
 
     async def _propose(self) -> None:
         question = self._policy.propose()
@@ -282,6 +327,7 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
             await self._out.tell(TokensOut(deltas=tuple(result.deltas)))
         now = trio.current_time()
         for request in result.ended:
+            self._cancel_timer(request.request_id)
             await self._report_end(request, now)
 
     async def _release(self, rows: list[RowId], *, dropped: bool) -> None:

@@ -66,8 +66,12 @@ SESSION = Hello | Welcome | Unwelcome | WhoAreYou | Ping | Pong | Credit | Bye |
 WINDOW = 1024
 """Frames a side may have under way that the other has not taken yet."""
 
-OUTBOX = 4096
-"""Frames kept for a peer that is out of credit, before it is given up as too slow."""
+OUTBOX = 32 * 1024
+"""Frames kept for a peer that is out of credit, before it is given up as too slow.
+
+A replica takes requests more slowly than clients submit them, and a coordinator may have 16,384
+open, each with an abort behind it.
+"""
 
 PING_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 15.0
@@ -99,6 +103,9 @@ class Left(Message, frozen=True):
     reason: str
 
 
+SERVER: PeerKey = b""
+"""The peer of whoever has only one."""
+
 Deliver = Callable[[Said | Joined | Left], Awaitable[None]]
 
 
@@ -107,22 +114,22 @@ class PeerTooSlow(CallboardError):
 
 
 class _Asks:
-    """Questions under way over a connection, by the id of the frame that asked."""
+    """Questions under way, by who was asked and the id of the frame that asked."""
 
     def __init__(self) -> None:
-        self._open: dict[int, tuple[Reply, Any]] = {}
+        self._open: dict[tuple[PeerKey, int], tuple[Reply, Any]] = {}
 
-    def add(self, message_id: int, call: Call[Any]) -> Reply:
+    def add(self, peer: PeerKey, message_id: int, call: Call[Any]) -> Reply:
         reply = Reply()
-        self._open[message_id] = (reply, reply_type(type(call)))
+        self._open[peer, message_id] = (reply, reply_type(type(call)))
         return reply
 
-    def forget(self, message_id: int) -> None:
-        self._open.pop(message_id, None)
+    def forget(self, peer: PeerKey, message_id: int) -> None:
+        self._open.pop((peer, message_id), None)
 
-    def settle(self, envelope: Envelope) -> None:
+    def settle(self, peer: PeerKey, envelope: Envelope) -> None:
         """Hand an answer to who waits for it; one nobody waits for any more is dropped."""
-        asked = self._open.pop(envelope.answers, None)
+        asked = self._open.pop((peer, envelope.answers), None)
         if asked is None:
             return
         reply, kind = asked
@@ -139,6 +146,11 @@ class _Asks:
         for reply, _ in self._open.values():
             reply.fail(error)
         self._open.clear()
+
+    def fail_of(self, peer: PeerKey, error: CallboardError) -> None:
+        for key in [key for key in self._open if key[0] == peer]:
+            reply, _ = self._open.pop(key)
+            reply.fail(error)
 
 
 class _Flow:
@@ -175,8 +187,12 @@ class _Flow:
             self._send(self.outbox.popleft())
             self._sent += 1
         if not self.blocked:
-            self.room.set()
-            self.room = trio.Event()
+            self.wake()
+
+    def wake(self) -> None:
+        """Let everybody who waits for room look again."""
+        self.room.set()
+        self.room = trio.Event()
 
     def take(self) -> Credit | None:
         """Count a frame taken; returns the credit to tell the peer about, now and then."""
@@ -235,14 +251,19 @@ class _Speaker:
             max_bytes=self.max_frame_bytes,
         )
 
-    async def _wait(self, message_id: int, reply: Reply, what: str, timeout: float) -> Any:
-        expired = DeadlineExceeded(f"no answer to {what} in {timeout:g} s")
+    async def _ask(
+        self, peer: PeerKey, call: Call[R], timeout: float, post: Callable[[bytes], None]
+    ) -> R:
+        message_id, frame = self._frame(call, timeout=timeout)
+        reply = self.asks.add(peer, message_id, call)
+        expired = DeadlineExceeded(f"no answer to {type(call).__name__} in {timeout:g} s")
         timer = self._system.timers.at(trio.current_time() + timeout, lambda: reply.fail(expired))
         try:
-            return await reply.wait()
+            post(frame)
+            return cast(R, await reply.wait())
         finally:
             timer.cancel()
-            self.asks.forget(message_id)
+            self.asks.forget(peer, message_id)
 
 
 class Listener(_Speaker):
@@ -274,6 +295,7 @@ class Listener(_Speaker):
         self._welcome = welcome
         self._deliver = deliver
         self._peers: dict[PeerKey, _Peer] = {}
+        self._given_up: dict[PeerKey, str] = {}  # peers whose Left is still to be delivered
 
     @property
     def endpoint(self) -> str:
@@ -322,25 +344,40 @@ class Listener(_Speaker):
         found = self._peers.get(peer)
         if found is None:
             raise ActorStopped("the peer is not connected")
-        message_id, frame = self._frame(call, timeout=timeout)
-        reply = self.asks.add(message_id, call)
-        if not self._post(found, frame):
-            self.asks.forget(message_id)
-            raise ActorStopped("the peer is gone")
-        return cast(R, await self._wait(message_id, reply, type(call).__name__, timeout))
+        known = found
+
+        def post(frame: bytes) -> None:
+            if not self._post(known, frame):
+                raise ActorStopped("the peer is gone")
+
+        return await self._ask(peer, call, timeout, post)
 
     async def drop(self, peer: PeerKey, reason: str) -> None:
         """Forget a peer and tell the actor."""
-        if self._peers.pop(peer, None) is not None:
-            await self._deliver(Left(peer=peer, reason=reason))
+        self._give_up(peer, reason)
+        await self._tell_given_up()
+
+    def _give_up(self, key: PeerKey, reason: str) -> None:
+        """Forget a peer now; its Left is delivered later, since a sender must not wait for that.
+
+        Whatever it says next makes it say Hello again, and begin a new session.
+        """
+        peer = self._peers.pop(key, None)
+        if peer is not None:
+            log.info("peer given up", peer=peer.hello.name, reason=reason)
+            self._given_up[key] = reason
+            self.asks.fail_of(key, ActorStopped(f"the peer is gone: {reason}"))
+
+    async def _tell_given_up(self) -> None:
+        while self._given_up:
+            key = next(iter(self._given_up))
+            await self._deliver(Left(peer=key, reason=self._given_up.pop(key)))
 
     def _post(self, peer: _Peer, frame: bytes) -> bool:
         try:
             peer.flow.post(frame)
         except (PeerGone, PeerTooSlow, trio.WouldBlock) as error:
-            # The silence watch delivers the Left, from its own task: a sender must not wait here.
-            log.info("peer given up", peer=peer.hello.name, reason=str(error))
-            peer.heard_at = float("-inf")
+            self._give_up(peer.key, _reason(error))
             return False
         return True
 
@@ -360,7 +397,7 @@ class Listener(_Speaker):
                 peer.heard_at = trio.current_time()
                 if envelope.answers:
                     self._count(peer)
-                    self.asks.settle(envelope)
+                    self.asks.settle(key, envelope)
                     return
             message = decode_body(envelope.body, self._union)
         except WireError as error:
@@ -384,7 +421,7 @@ class Listener(_Speaker):
                 await self.drop(key, "left")
             case _ if isinstance(message, self._allowed[peer.hello.role]):
                 self._count(peer)
-                await self._deliver(Said(peer=key, message=message, message_id=envelope.message_id))
+                await self._deliver(_said(key, message, envelope))
             case Pong():
                 pass
             case _:
@@ -400,17 +437,21 @@ class Listener(_Speaker):
             self._reply(key, Unwelcome(failure=Failure.of(mismatch)))
             return
         known = self._peers.get(key)
-        if known is None or known.hello.incarnation != hello.incarnation:
-            flow = _Flow(lambda frame: self._port.send_nowait(key, frame))
-            known = self._peers[key] = _Peer(key, hello, flow)
-            await self._deliver(Joined(peer=key, hello=hello))
-        self._reply(key, self._welcome(known.session))
+        if known is not None and known.hello.incarnation == hello.incarnation:
+            self._reply(key, self._welcome(known.session))
+            return
+        await self._tell_given_up()  # it may be this peer that left before
+        flow = _Flow(lambda frame: self._port.send_nowait(key, frame))
+        peer = self._peers[key] = _Peer(key, hello, flow)
+        # Before the actor can say anything to it, which would belong to no session.
+        self._reply(key, self._welcome(peer.session))
+        await self._deliver(Joined(peer=key, hello=hello))
 
     def _acknowledge(self, peer: _Peer, taken: int) -> None:
         try:
             peer.flow.acknowledge(taken)
-        except (PeerGone, trio.WouldBlock):
-            peer.heard_at = float("-inf")
+        except (PeerGone, trio.WouldBlock) as error:
+            self._give_up(peer.key, _reason(error))
 
     def _count(self, peer: _Peer) -> None:
         credit = peer.flow.take()
@@ -423,13 +464,11 @@ class Listener(_Speaker):
         self._reply(key, FrameRefused(failure=Failure.of(error)))
 
     def _reply(self, key: PeerKey, message: Message) -> None:
-        """Send a session message; a peer that cannot take it is left to the silence watch."""
+        """Send a session message; a peer that cannot take it is given up."""
         try:
             self._port.send_nowait(key, self._frame(message)[1])
-        except (PeerGone, trio.WouldBlock, trio.ClosedResourceError):
-            peer = self._peers.get(key)
-            if peer is not None:
-                peer.heard_at = float("-inf")
+        except (PeerGone, trio.WouldBlock, trio.ClosedResourceError) as error:
+            self._give_up(key, _reason(error))
 
     async def _watch_silence(self) -> None:
         while True:
@@ -437,13 +476,19 @@ class Listener(_Speaker):
             now = trio.current_time()
             for key, peer in list(self._peers.items()):
                 if now - peer.heard_at > SILENCE_LIMIT_S:
-                    await self.drop(key, "silent for too long, or gone")
+                    self._give_up(key, f"it was silent for {now - peer.heard_at:.0f} s")
                 elif now - peer.heard_at > PING_INTERVAL_S:
                     self._reply(key, Ping())
+            await self._tell_given_up()
 
 
 class Connection(_Speaker):
-    """The connecting side: one server, found again when it comes back."""
+    """The connecting side: one server, found again when it comes back.
+
+    A session ends when the server leaves, falls silent, forgets us or takes no more frames. From
+    then on nothing is sent but Hello, as a new incarnation, until a new session has begun: so
+    whatever is lost is lost with its session, never from the middle of one.
+    """
 
     def __init__(
         self,
@@ -469,23 +514,32 @@ class Connection(_Speaker):
         self._deliver = deliver
         self._port: ClientPort = network.connect(endpoint, max_frame_bytes=max_frame_bytes)
         self._flow = _Flow(self._port.send_nowait)
+        self._present = False
+        self._lost: str | None = None  # why, while the Left is still to be delivered
         self._heard_at = trio.current_time()
+        self._reading = False  # else it waits for whoever it delivers to, which is not silence
         self._welcomed = trio.Event()
         self._refusal: CallboardError | None = None
 
+    @property
+    def present(self) -> bool:
+        """Whether there is a session now."""
+        return self._present
+
     async def run(self) -> None:
-        """Say hello and read until closed; one task."""
+        """Read until closed; one task."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_silence)
             while not self._closed:
                 for frame in await self._frames():
                     await self._take(frame)
+                self._heard_at = trio.current_time()
             nursery.cancel_scope.cancel(f"the connection to {self.endpoint} was closed")
 
     async def wait_welcome(self, timeout: float = HANDSHAKE_TIMEOUT_S) -> Welcome:
         """Wait for the handshake. Raises Unreachable, or ProtocolMismatch as the server says."""
         with trio.move_on_after(timeout):
-            await self._say_hello()
+            await self._port.send(self._hello())
             await self._welcomed.wait()
         if self._refusal is not None:
             raise self._refusal
@@ -494,15 +548,15 @@ class Connection(_Speaker):
         return self.welcome
 
     async def send(self, message: Message) -> None:
-        """Send, waiting while the server is out of credit."""
+        """Send, waiting while the server is out of credit. Raises Unreachable without a session."""
         _, frame = self._frame(message)
-        while self._flow.blocked:
+        while self._present and self._flow.blocked:
             await self._flow.room.wait()
         self._post(frame)
         await trio.lowlevel.checkpoint()
 
     def send_nowait(self, message: Message) -> None:
-        """Send, or queue for lack of credit. Raises Unreachable when there is no server."""
+        """Send, or queue for lack of credit. Raises Unreachable without a session."""
         self._post(self._frame(message)[1])
 
     def answer(self, message_id: int, value: object) -> None:
@@ -511,14 +565,7 @@ class Connection(_Speaker):
 
     async def ask(self, call: Call[R], *, timeout: float) -> R:
         """Ask the server. Raises Unreachable, DeadlineExceeded, or what it answers."""
-        message_id, frame = self._frame(call, timeout=timeout)
-        reply = self.asks.add(message_id, call)
-        try:
-            self._post(frame)
-        except Unreachable:
-            self.asks.forget(message_id)
-            raise
-        return cast(R, await self._wait(message_id, reply, type(call).__name__, timeout))
+        return await self._ask(SERVER, call, timeout, self._post)
 
     def close(self) -> None:
         """Say goodbye and disconnect; `run` returns."""
@@ -526,29 +573,34 @@ class Connection(_Speaker):
             return
         self._closed = True
         self._say(Bye())
+        self._present = False
+        self._flow.wake()
         self.asks.fail_all(ActorStopped(f"the connection to {self.endpoint} was closed"))
         self._port.close()
 
     async def _frames(self) -> list[bytes]:
+        self._reading = True
         try:
             return await self._port.receive()
         except trio.ClosedResourceError:
             if not self._closed:
                 raise
             return []
+        finally:
+            self._reading = False
 
     async def _take(self, frame: bytes) -> None:
-        self._heard_at = trio.current_time()
         try:
             envelope = decode_frame(frame, max_bytes=self.max_frame_bytes)
             if envelope.answers:
                 self._count()
-                self.asks.settle(envelope)
+                self.asks.settle(SERVER, envelope)
                 return
             message = decode_body(envelope.body, self._union)
         except WireError as error:
             self.frames_refused += 1
             log.warning("frame refused", endpoint=self.endpoint, reason=str(error))
+            self._be_refused(error)
             return
         await self._dispatch(message, envelope)
 
@@ -557,35 +609,61 @@ class Connection(_Speaker):
             case Welcome():
                 await self._be_welcomed(message)
             case Unwelcome(failure=failure):
-                self._refusal = failure.error()
-                self._welcomed.set()
+                self._be_refused(failure.error())
             case WhoAreYou():
-                await self._say_hello()
+                self._lose("the server does not know us any more")
+                await self._tell_lost()
+                self._say_hello()
             case Ping():
                 self._say(Pong())
             case Pong():
                 pass
             case Credit(taken=taken):
-                self._flow.acknowledge(taken)
+                self._acknowledge(taken)
             case Bye():
-                await self._lose("the server left")
+                self._lose("the server left")
+                await self._tell_lost()
             case FrameRefused(failure=failure):
                 log.warning("server refused a frame", reason=failure.message)
+                self._be_refused(failure.error())
             case _:
                 self._count()
-                await self._deliver(Said(peer=b"", message=message, message_id=envelope.message_id))
+                await self._deliver(_said(SERVER, message, envelope))
 
     async def _be_welcomed(self, welcome: Welcome) -> None:
-        known = self.welcome
-        self.welcome = welcome
+        known, self.welcome = self.welcome, welcome
+        self._refusal = None
         self._welcomed.set()
-        if known is None or known.session != welcome.session:
-            if known is not None:
-                self._flow.room.set()  # who waits there goes on with the new count
-                self._flow = _Flow(self._port.send_nowait)
-            await self._deliver(Joined(peer=b"", hello=welcome))
+        if known is not None and known.session == welcome.session:
+            return
+        self._lose("the server began anew")
+        await self._tell_lost()
+        self._flow = _Flow(self._port.send_nowait)
+        self._present = True
+        await self._deliver(Joined(peer=SERVER, hello=welcome))
 
-    async def _say_hello(self) -> None:
+    def _be_refused(self, error: CallboardError) -> None:
+        """Before the handshake is over, a refusal is the answer to it."""
+        if not self._present:
+            self._refusal = error
+            self._welcomed.set()
+
+    def _lose(self, reason: str) -> None:
+        """End the session, if there is one; the Left is delivered later, where one may wait."""
+        if not self._present:
+            return
+        self._present = False
+        self._incarnation += 1  # so that the server begins anew, too
+        self._lost = reason
+        self._flow.wake()
+        self.asks.fail_all(ActorStopped(reason))
+
+    async def _tell_lost(self) -> None:
+        if self._lost is not None:
+            reason, self._lost = self._lost, None
+            await self._deliver(Left(peer=SERVER, reason=reason))
+
+    def _hello(self) -> bytes:
         hello = Hello(
             version=PROTOCOL_VERSION,
             role=self._role,
@@ -593,11 +671,13 @@ class Connection(_Speaker):
             incarnation=self._incarnation,
             schema=self._schema,
         )
-        await self._port.send(self._frame(hello)[1])
+        return self._frame(hello)[1]
 
-    async def _lose(self, reason: str) -> None:
-        self.asks.fail_all(ActorStopped(reason))
-        await self._deliver(Left(peer=b"", reason=reason))
+    def _acknowledge(self, taken: int) -> None:
+        try:
+            self._flow.acknowledge(taken)
+        except trio.WouldBlock:
+            self._lose(f"{self.endpoint} takes no messages")
 
     def _count(self) -> None:
         credit = self._flow.take()
@@ -605,28 +685,38 @@ class Connection(_Speaker):
             self._say(credit)
 
     def _post(self, frame: bytes) -> None:
+        if not self._present:
+            raise Unreachable(f"nobody is there at {self.endpoint}")
         try:
             self._flow.post(frame)
         except (trio.WouldBlock, PeerTooSlow) as error:
+            self._lose(f"{self.endpoint} takes no messages")
             raise Unreachable(f"{self.endpoint} takes no messages") from error
 
     def _say(self, message: Message) -> None:
         """Send a session message if there is somebody to take it."""
+        self._send_frame(self._frame(message)[1])
+
+    def _say_hello(self) -> None:
+        self._send_frame(self._hello())
+
+    def _send_frame(self, frame: bytes) -> None:
         try:
-            self._port.send_nowait(self._frame(message)[1])
+            self._port.send_nowait(frame)
         except (trio.WouldBlock, trio.ClosedResourceError):
             return
 
     async def _watch_silence(self) -> None:
-        lost = False
         while True:
             await trio.sleep(PING_INTERVAL_S)
             silence = trio.current_time() - self._heard_at
-            if silence > PING_INTERVAL_S:
+            if self._reading and silence > SILENCE_LIMIT_S:
+                self._lose(f"{self.endpoint} was silent for {silence:.0f} s")
+            await self._tell_lost()
+            if not self._present:
+                self._say_hello()
+            elif silence > PING_INTERVAL_S:
                 self._say(Ping())
-            if silence > SILENCE_LIMIT_S and not lost:
-                await self._lose(f"{self.endpoint} was silent for {silence:.0f} s")
-            lost = silence > SILENCE_LIMIT_S
 
 
 def _said(peer: PeerKey, message: Message, envelope: Envelope) -> Said:
@@ -636,6 +726,10 @@ def _said(peer: PeerKey, message: Message, envelope: Envelope) -> Said:
         message_id=envelope.message_id,
         timeout_s=None if envelope.timeout_ns < 0 else envelope.timeout_ns / 1e9,
     )
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or "its queue is full"
 
 
 def _union(kinds: list[Any]) -> Any:

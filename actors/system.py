@@ -44,7 +44,7 @@ class DeadLetters:
         kind = type(message).__name__
         self.last.append(DeadLetter(receiver=receiver, reason=reason, message=message))
         self.counts[reason, kind] += 1
-        log.debug("dead letter", receiver=receiver, reason=reason, message=kind)
+        log.debug("dead letter", receiver=receiver, reason=reason, kind=kind)
 
 
 class Timer:
@@ -133,9 +133,16 @@ class ActorSystem:
 
 @asynccontextmanager
 async def open_system() -> AsyncGenerator[ActorSystem]:
-    """Open an actor system in the caller's task; its timers run until the block ends."""
+    """Open an actor system in the caller's task; its timers run until the block ends.
+
+    What is in a mailbox then is answered or buried, since no life will read it.
+    """
     system = ActorSystem()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(system.timers.run)
-        yield system
-        nursery.cancel_scope.cancel("the actor system was closed")
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(system.timers.run)
+            yield system
+            nursery.cancel_scope.cancel("the actor system was closed")
+    finally:
+        for cell in system.cells.values():
+            cell.close()

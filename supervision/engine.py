@@ -11,6 +11,7 @@
 Both speak the same messages to the same actors; only the transport differs.
 """
 
+import contextlib
 import itertools
 import secrets
 from collections import deque
@@ -26,7 +27,7 @@ from callboard.actors.session import HANDSHAKE_TIMEOUT_S, Connection, Joined, Le
 from callboard.actors.system import ActorSystem, open_system
 from callboard.actors.transport import MemoryNetwork, Network, ZmqNetwork
 from callboard.actors.zmq_socket import open_zmq_context
-from callboard.messages.base import Call, pack_ids, unpack_floats, unpack_ids
+from callboard.messages.base import Call, unpack_floats, unpack_ids
 from callboard.messages.control import (
     AbortReply,
     AbortRequests,
@@ -41,35 +42,34 @@ from callboard.messages.control import (
     Stop,
     Suspend,
     Unpause,
+    Verb,
     WeightsLevel,
 )
 from callboard.messages.errors import (
+    ActorStopped,
     CallboardError,
     ConfigError,
     ControlRefused,
     DeadlineExceeded,
     Failure,
     RequestError,
+    Unreachable,
 )
 from callboard.messages.membership import Role, Welcome
 from callboard.messages.requests import (
     Abort,
     Accepted,
-    ChatMessage,
-    ChatPrompt,
     Delta,
     FinishReason,
-    Prompt,
     Refused,
     Submit,
-    TextPrompt,
-    TokenPrompt,
     TokensOut,
 )
 from callboard.messages.sampling import SamplingParams
 from callboard.supervision.app import ReplicaParts, replica, root
 from callboard.supervision.root import Address, FromOperator, ToOperator
 from callboard.supervision.settings import Settings, load_settings
+from callboard.supervision.submission import PromptLike, as_params, as_prompt, checked
 
 R = TypeVar("R")
 
@@ -77,9 +77,6 @@ CONTROL_TIMEOUT_S = 60.0
 ABORT_TIMEOUT_S = 10.0
 RECONNECT_TIMEOUT_S = 60.0
 STATUS_INTERVAL_S = 0.1
-
-PromptLike = str | Sequence[int] | Sequence[ChatMessage] | Prompt
-"""Text, token ids, or a conversation."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +114,7 @@ class RequestStream:
 
     async def __aenter__(self) -> "RequestStream":
         """Submit, and wait until the request is accepted. Raises what it is refused for."""
-        self._engine._streams[self.request_id] = self
+        self._engine._register(self)
         try:
             await self._engine._send(self._submit)
             await self._accepted.wait()
@@ -203,7 +200,7 @@ class RequestStream:
         return msgspec.structs.replace(self._submit, delivered=bytes(self._delivered))
 
     def _end(self) -> None:
-        self._engine._streams.pop(self.request_id, None)
+        self._engine._forget(self)
         self._ended.set()
         self._news.set()
 
@@ -217,7 +214,7 @@ class RequestStream:
                 await self._ended.wait()
             except CallboardError:
                 pass  # there is nobody left to hold anything for it
-        self._engine._streams.pop(self.request_id, None)
+        self._engine._forget(self)
 
 
 class Engine:
@@ -233,6 +230,7 @@ class Engine:
         self._control_turn = trio.Lock()
         self._control: Connection | None = None
         self._sessions = 0
+        self._closed = False
         self._connection = Connection(
             system,
             network,
@@ -260,16 +258,14 @@ class Engine:
 
         Raises RequestError for an option that does not exist or has the wrong type.
         """
-        return RequestStream(
-            self,
-            Submit(
-                request_id=request_id or f"{self._prefix}-{next(self._ids)}",
-                prompt=as_prompt(prompt),
-                params=_params(params, options),
-                priority=priority,
-                timeout_s=timeout_s,
-            ),
+        submit = Submit(
+            request_id=request_id or f"{self._prefix}-{next(self._ids)}",
+            prompt=as_prompt(prompt),
+            params=as_params(params, options),
+            priority=priority,
+            timeout_s=timeout_s,
         )
+        return RequestStream(self, checked(submit))
 
     async def generate(
         self,
@@ -283,14 +279,21 @@ class Engine:
         """
         streams = [self.submit(prompt, params, **options) for prompt in prompts]
         completions: dict[int, Completion] = {}
+        errors: list[CallboardError] = []
 
         async def run(index: int, stream: RequestStream) -> None:
-            async with stream:
-                completions[index] = await stream.completion()
+            try:
+                async with stream:
+                    completions[index] = await stream.completion()
+            except CallboardError as error:
+                errors.append(error)
+                nursery.cancel_scope.cancel("another request failed")
 
-        async with _plain_errors(), trio.open_nursery() as nursery:
+        async with trio.open_nursery() as nursery:
             for index, stream in enumerate(streams):
                 nursery.start_soon(run, index, stream)
+        if errors:
+            raise errors[0]
         return [completions[index] for index in range(len(streams))]
 
     async def abort(self, request_id: str = "", *, all: bool = False) -> AbortReply:
@@ -306,8 +309,10 @@ class Engine:
         drain_s: float = 60.0,
         timeout: float = CONTROL_TIMEOUT_S,
     ) -> ControlReply:
-        """Run no forward pass from the return on."""
-        return await self.control(Pause(mode=PauseMode(mode), drain_s=drain_s), timeout)
+        """Run no forward pass from the return on; mode drain takes up to `drain_s` longer."""
+        verb = Pause(mode=PauseMode(mode), drain_s=drain_s)
+        extra = drain_s if verb.mode is PauseMode.DRAIN else 0.0
+        return await self.control(verb, timeout + extra)
 
     async def unpause(self, *, timeout: float = CONTROL_TIMEOUT_S) -> ControlReply:
         """Step again."""
@@ -338,11 +343,13 @@ class Engine:
         """Return the state of the whole and the tree."""
         return await self._ask(GetStatus(), timeout)
 
-    async def control(
-        self, verb: Pause | Unpause | Suspend | Resume | Stop, timeout: float
-    ) -> ControlReply:
+    async def ask_tree(self, verb: Verb, timeout: float) -> ControlReply:
+        """Send a verb and return the answer, be it that it was refused or that parts were late."""
+        return await self._ask(verb, timeout)
+
+    async def control(self, verb: Verb, timeout: float) -> ControlReply:
         """Send a verb. Raises ControlRefused, or DeadlineExceeded naming who did not answer."""
-        reply = await self._ask(verb, timeout)
+        reply = await self.ask_tree(verb, timeout)
         if reply.refused:
             raise ControlRefused(f"{reply.verb}: {reply.refused}")
         if reply.late:
@@ -359,7 +366,7 @@ class Engine:
                     return status
                 seen = status.state
                 await trio.sleep(STATUS_INTERVAL_S)
-        raise DeadlineExceeded(f"not {state} within {timeout:g} s, but {seen}")
+        raise DeadlineExceeded(f"not {state} within {timeout:.3g} s, but {seen}")
 
     # The connection.
 
@@ -369,36 +376,75 @@ class Engine:
         return await self._connection.wait_welcome(timeout)
 
     def _close(self) -> None:
+        self._closed = True
+        self._end_streams(Failure(code="ActorStopped", message="the engine was closed"))
         self._connection.close()
-        if self._control is not None:
-            self._control.close()
+        self._drop_control()
+
+    def _register(self, stream: RequestStream) -> None:
+        """Let a stream hear what is said to its id. Raises RequestError when another does."""
+        if stream.request_id in self._streams:
+            raise RequestError(
+                f"the request id {stream.request_id} is in use",
+                field="request_id",
+                allowed="a new id",
+            )
+        self._streams[stream.request_id] = stream
+
+    def _forget(self, stream: RequestStream) -> None:
+        if self._streams.get(stream.request_id) is stream:
+            del self._streams[stream.request_id]
+
+    def _end_streams(self, failure: Failure) -> None:
+        for stream in list(self._streams.values()):
+            stream.take_refused(failure)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ActorStopped("the engine was closed")
 
     async def _send(self, message: Submit | Abort) -> None:
+        self._check_open()
         await self._connection.send(message)
 
     async def _ask(self, call: Call[R], timeout: float) -> R:
+        self._check_open()
+        deadline = trio.current_time() + timeout
         connection = await self._operator(timeout)
-        return await connection.ask(call, timeout=timeout)
+        return await connection.ask(call, timeout=deadline - trio.current_time())
 
     async def _operator(self, timeout: float) -> Connection:
         """Return the connection for verbs, made when it is first needed."""
         async with self._control_turn:
             if self._control is None:
                 welcome = await self._connection.wait_welcome(timeout)
-                control = Connection(
+                self._control = Connection(
                     self._system,
                     self._network,
-                    welcome.control_endpoint,
+                    self._control_endpoint(welcome),
                     role=Role.OPERATOR,
                     name=f"operator-{self._prefix}",
                     inbox=ToOperator,
                     outbox=FromOperator,
                     deliver=_ignore,
                 )
-                self._nursery.start_soon(control.run)
+                self._nursery.start_soon(self._control.run)
+            control = self._control
+            if control.welcome is None:
                 await control.wait_welcome(timeout)
-                self._control = control
-            return self._control
+            return control
+
+    def _control_endpoint(self, welcome: Welcome) -> str:
+        """Return where verbs go; a server that listens everywhere does not know which is ours."""
+        host, _, port = welcome.control_endpoint.rpartition(":")
+        if host not in ("tcp://0.0.0.0", "tcp://[::]"):
+            return welcome.control_endpoint
+        return f"{self._connection.endpoint.rpartition(':')[0]}:{port}"
+
+    def _drop_control(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
 
     async def _deliver(self, event: Said | Joined | Left) -> None:
         match event:
@@ -412,15 +458,20 @@ class Engine:
             case Said(message=Refused() as refused):
                 if (stream := self._streams.get(refused.request_id)) is not None:
                     stream.take_refused(refused.failure)
-            case Joined():
-                await self._meet()
+            case Joined(hello=Welcome() as welcome):
+                self._meet(welcome)
             case Left(reason=reason):
                 self._nursery.start_soon(self._give_up_later, reason, self._sessions)
 
-    async def _meet(self) -> None:
+    def _meet(self, welcome: Welcome) -> None:
         """A server that knows nothing of us: tell it what is open, and go on behind it."""
         self._sessions += 1
-        if self._sessions > 1:
+        if self._sessions == 1:
+            return
+        if self._control is not None and self._control.endpoint != self._control_endpoint(welcome):
+            self._drop_control()
+        # Where it is gone again, it comes back with another session, or is given up.
+        with contextlib.suppress(Unreachable):
             for stream in list(self._streams.values()):
                 # Not `send`: credit comes through the very task that calls this.
                 self._connection.send_nowait(stream.again())
@@ -430,9 +481,7 @@ class Engine:
         await trio.sleep(RECONNECT_TIMEOUT_S)
         if self._sessions != session:
             return
-        failure = Failure(code="Unreachable", message=f"the server is gone: {reason}")
-        for stream in list(self._streams.values()):
-            stream.take_refused(failure)
+        self._end_streams(Failure(code="Unreachable", message=f"the server is gone: {reason}"))
 
 
 @asynccontextmanager
@@ -454,7 +503,7 @@ async def open_engine(
     made_of = parts
     network = MemoryNetwork()
     address = Address("memory://coordinator")
-    async with _plain_errors(), open_system() as system, trio.open_nursery() as nursery:
+    async with _plain_errors(2), open_system() as system, trio.open_nursery() as nursery:
         top = root(
             system,
             network,
@@ -469,6 +518,8 @@ async def open_engine(
 
         async def run_root() -> None:
             exited = await cell.run(lambda: top)
+            if top.start_failure is not None:
+                raise top.start_failure
             if exited.failure is not None:
                 raise exited.failure.error()
 
@@ -489,7 +540,7 @@ async def open_engine(
 async def connect(endpoint: str, *, timeout: float = HANDSHAKE_TIMEOUT_S) -> AsyncGenerator[Engine]:
     """Connect to a running server. Raises Unreachable or ProtocolMismatch."""
     async with (
-        _plain_errors(),
+        _plain_errors(2),
         open_zmq_context() as context,
         open_system() as system,
         trio.open_nursery() as nursery,
@@ -503,49 +554,22 @@ async def connect(endpoint: str, *, timeout: float = HANDSHAKE_TIMEOUT_S) -> Asy
             nursery.cancel_scope.cancel("the connection was closed")
 
 
-def as_prompt(prompt: PromptLike) -> Prompt:
-    """Turn what a caller may write into a prompt. Raises RequestError for anything else."""
-    match prompt:
-        case TextPrompt() | TokenPrompt() | ChatPrompt():
-            return prompt
-        case str():
-            return TextPrompt(text=prompt)
-    items = list(prompt)
-    if items and all(isinstance(item, ChatMessage) for item in items):
-        return ChatPrompt(messages=tuple(items))  # type: ignore[arg-type]  # just checked
-    try:
-        return TokenPrompt(token_ids=pack_ids(items))  # type: ignore[arg-type]  # checked by it
-    except (TypeError, OverflowError) as error:
-        raise RequestError(
-            f"a prompt cannot be made of these: {error}",
-            field="prompt",
-            allowed="text, token ids, or chat messages",
-        ) from error
-
-
-def _params(params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
-    if params is not None and not options:
-        return params
-    values = {} if params is None else msgspec.structs.asdict(params)
-    try:
-        return msgspec.convert({**values, **options}, SamplingParams)
-    except msgspec.ValidationError as error:
-        raise RequestError(
-            str(error), field="params", allowed=", ".join(SamplingParams.__struct_fields__)
-        ) from error
-
-
 async def _ignore(event: Said | Joined | Left) -> None:
     """Nothing but answers comes over the operators' connection."""
 
 
 @asynccontextmanager
-async def _plain_errors() -> AsyncGenerator[None]:
-    """Raise the one exception inside nested groups: the nurseries here are not the caller's."""
+async def _plain_errors(num_nurseries: int) -> AsyncGenerator[None]:
+    """Raise as it was what our own nurseries put into groups: they are no affair of the caller."""
     try:
         yield
     except BaseExceptionGroup as group:
         error: BaseException = group
-        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-            error = error.exceptions[0]
-        raise error from None
+        for _ in range(num_nurseries):
+            if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+                error = error.exceptions[0]
+        context = error.__context__
+        try:
+            raise error
+        finally:
+            error.__context__ = context  # raising it here made the group its context

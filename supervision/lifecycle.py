@@ -8,7 +8,10 @@
 | RESUME  | no change          | no change   | → what SUSPEND found       |
 | STOP    | → STOPPED          | → STOPPED   | → STOPPED                  |
 
-While STOPPING and when STOPPED everything but STOP is refused.
+A verb that did not have its effect everywhere leaves the tree under way: PAUSING, UNPAUSING,
+SUSPENDING, RESUMING or STOPPING. Repeating the verb continues it. A tree that is SUSPENDING or
+RESUMING counts as suspended and is paused throughout. While STOPPING and when STOPPED everything
+but STOP is refused.
 """
 
 import msgspec
@@ -22,9 +25,6 @@ UNDER_WAY: dict[type[Verb], State] = {
     Resume: State.RESUMING,
     Stop: State.STOPPING,
 }
-
-SETTLED = frozenset({State.RUNNING, State.PAUSED, State.SUSPENDED, State.STOPPED, State.FAILED})
-"""States a tree stays in by itself; the others lead to one of these."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,20 +54,28 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
             case Stop():
                 return self
 
-    def path(self) -> tuple[Verb, ...]:
-        """Return the verbs that bring a freshly started part there."""
+    def path(self, born: "Desired") -> tuple[Verb, ...]:
+        """Return the verbs that bring a part there that was started when `born` was desired.
+
+        A part that is born suspended has not taken the memory, and may not be paused for all that.
+        """
+        verbs: list[Verb] = [Pause()] if self.paused else []
         if self.suspended is not None:
-            return (Pause(), self.suspended)
-        return (Pause(),) if self.paused else ()
+            verbs.append(self.suspended)
+        elif born.suspended is not None:
+            verbs.append(Resume())
+        if born.paused and not self.paused:
+            verbs.append(Unpause())
+        return tuple(verbs)
 
 
 class Lifecycle:
-    """Where the tree is, and what its last SUSPEND found."""
+    """Where the tree is, and where a RESUME leads."""
 
     def __init__(self) -> None:
         self.state = State.STARTING
         self._suspended: Suspend | None = None
-        self._found = State.RUNNING
+        self._paused_by_verb = False
 
     def plan(self, verb: Verb) -> Plan:
         """Say what a verb means in the present state; changes nothing."""
@@ -77,7 +85,7 @@ class Lifecycle:
             return Plan(refused=f"the tree is {self.state}")
         match verb:
             case Pause():
-                return Plan(relay=() if self._at_rest else (verb,))
+                return Plan(relay=() if self._is_paused else (verb,))
             case Unpause():
                 return self._plan_unpause(verb)
             case Suspend():
@@ -87,16 +95,16 @@ class Lifecycle:
             case Stop():
                 return Plan(relay=(verb,))
 
+    def accept(self, verb: Verb) -> None:
+        """An operator's verb is not refused: remember what a later RESUME has to lead back to."""
+        if self._suspended is None and isinstance(verb, Pause | Unpause):
+            self._paused_by_verb = isinstance(verb, Pause)
+
     def begin(self, verb: Verb) -> None:
         """A verb with an effect is being relayed."""
-        if isinstance(verb, Suspend) and self._suspended is None:
+        if isinstance(verb, Suspend):
             self._suspended = verb
         self.state = UNDER_WAY[type(verb)]
-
-    def note_found(self) -> None:
-        """Remember the state a SUSPEND finds, for the RESUME that undoes it."""
-        if self._suspended is None:
-            self._found = State.PAUSED if self.state is State.PAUSED else State.RUNNING
 
     def reach(self, verb: Verb) -> None:
         """A relayed verb has had its effect everywhere."""
@@ -114,8 +122,8 @@ class Lifecycle:
                 self.state = State.STOPPED
 
     @property
-    def _at_rest(self) -> bool:
-        return self.state in (State.PAUSED, State.SUSPENDED)
+    def _is_paused(self) -> bool:
+        return self._suspended is not None or self.state is State.PAUSED
 
     def _plan_unpause(self, verb: Unpause) -> Plan:
         if self._suspended is not None:
@@ -128,10 +136,11 @@ class Lifecycle:
             return Plan(refused=f"the tree is suspended at other levels ({levels}): resume first")
         if self.state is State.SUSPENDED:
             return Plan()
-        return Plan(relay=(verb,) if self.state is State.PAUSED else (Pause(), verb))
+        return Plan(relay=(verb,) if self._is_paused else (Pause(), verb))
 
     def _plan_resume(self, verb: Resume) -> Plan:
-        if self._suspended is None and self.state is not State.RESUMING:
-            return Plan()
-        back = (Unpause(),) if self._found is State.RUNNING else ()
-        return Plan(relay=(verb, *back))
+        if self._suspended is not None:
+            return Plan(relay=(verb,) if self._paused_by_verb else (verb, Unpause()))
+        # Left in between by a SUSPEND or RESUME of which some part was late.
+        between = self.state in (State.PAUSING, State.UNPAUSING) and not self._paused_by_verb
+        return Plan(relay=(Unpause(),) if between else ())

@@ -5,9 +5,11 @@ it closes, for whatever reason, the child ends by itself, so there are no orphan
 acknowledgements go over an ipc socket that only this pair uses.
 """
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import trio
@@ -17,10 +19,9 @@ from callboard.actors.mailbox import Reply
 from callboard.actors.session import Joined, Left, Listener, Said
 from callboard.actors.system import ActorSystem
 from callboard.actors.transport import Network, PeerKey
-from callboard.messages.base import Message
+from callboard.messages.base import Call, Message
 from callboard.messages.control import (
     GetNode,
-    NodeStatus,
     Pause,
     Resume,
     Stop,
@@ -28,16 +29,25 @@ from callboard.messages.control import (
     Unpause,
     Verb,
 )
-from callboard.messages.errors import CallboardError, Failure, StartFailed, SupervisionError
+from callboard.messages.errors import (
+    CallboardError,
+    DeadlineExceeded,
+    Failure,
+    StartFailed,
+    SupervisionError,
+)
 from callboard.messages.membership import ReplicaFailed, ReplicaUp, Role, Welcome
 from callboard.supervision.settings import Settings
-from callboard.supervision.supervisor import STATUS_TIMEOUT_S, VERB_TIMEOUT_S
+from callboard.supervision.supervisor import answer_by
+
+R = TypeVar("R")
 
 FromReplicaProcess = ReplicaUp | ReplicaFailed
 ToReplicaProcess = Verb | GetNode
 
 END_TIMEOUT_S = 10.0
 KILL_TIMEOUT_S = 5.0
+LAST_WORDS_S = 1.0
 
 
 class ReplicaOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +57,7 @@ class ReplicaOrder(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings
     coordinator: str
     control: str
+    paused: bool = False
     suspended: Suspend | None = None
 
 
@@ -72,9 +83,11 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
         self._listener: Listener | None = None
         self._process: trio.Process | None = None
         self._peer: PeerKey = b""
+        self._connected = trio.Event()
         self._up = trio.Event()
         self._ending = False
         self._failure: Failure | None = None
+        self._last_words = trio.Event()
 
     async def on_start(self) -> None:
         """Start the process; the replica is up when its tree is."""
@@ -100,19 +113,16 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
         self._ending = True
         if self._process is None:
             return
-        assert self._process.stdin is not None
-        await self._process.stdin.aclose()
+        self._close_input(self._process)
         with trio.move_on_after(END_TIMEOUT_S):
             await self._process.wait()
 
     async def on_stop(self) -> None:
         """See to it that the process is gone."""
         self._ending = True
-        process = self._process
-        if process is not None and process.returncode is None:
-            process.kill()
-            with trio.move_on_after(KILL_TIMEOUT_S):
-                await process.wait()
+        if self._process is not None:
+            self._close_input(self._process)
+            await self._kill(self._process)
         if self._listener is not None:
             self._listener.close()
 
@@ -123,10 +133,10 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
         """Pass verbs and questions on to the process."""
         match verb:
             case Pause() | Unpause() | Suspend() | Resume() | Stop():
-                self.spawn(self._pass_on, verb, self.defer())
+                self.spawn(self._pass_on, verb, self.defer(), answer_by(self.cell))
                 return None
             case GetNode():
-                self.spawn(self._ask_node, self.defer())
+                self.spawn(self._ask_node, self.defer(), answer_by(self.cell))
                 return None
             case _:
                 return await super().obey(verb)
@@ -137,6 +147,7 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
             settings=self._settings,
             coordinator=self._coordinator,
             control=control,
+            paused=self.cell.paused,
             suspended=self.cell.suspended,
         )
         command = [sys.executable, "-m", "callboard.supervision.replica"]
@@ -146,34 +157,52 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
         )
         assert self._process.stdin is not None
         self.spawn(self._watch, self._process)
-        await self._process.stdin.send_all(msgspec.json.encode(order) + b"\n")
+        with contextlib.suppress(trio.BrokenResourceError):  # it is gone, and `_watch` says how
+            await self._process.stdin.send_all(msgspec.json.encode(order) + b"\n")
 
     async def _watch(self, process: trio.Process) -> None:
         code = await process.wait()
         if self._ending:
             return
+        if code > 0:
+            # It said why, if it could; that may be under way still.
+            with trio.move_on_after(LAST_WORDS_S):
+                await self._last_words.wait()
         if self._failure is not None:
             raise self._failure.error()
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         raise SupervisionError(f"{self.name} (pid {process.pid}) {how}")
+
+    def _close_input(self, process: trio.Process) -> None:
+        assert isinstance(process.stdin, trio.lowlevel.FdStream)
+        process.stdin.close()
+
+    async def _kill(self, process: trio.Process) -> None:
+        if process.returncode is not None:
+            return
+        process.kill()
+        with trio.move_on_after(KILL_TIMEOUT_S):
+            await process.wait()
 
     async def _deliver(self, event: Said | Joined | Left) -> None:
         """Take note at once: while the actor starts, nobody reads its mail."""
         match event:
             case Joined(peer=peer):
                 self._peer = peer
+                self._connected.set()
+            case Left():
+                self._connected = trio.Event()
             case Said(message=ReplicaUp()):
                 self._up.set()
             case Said(message=ReplicaFailed(failure=failure)):
                 self._failure = failure
+                self._last_words.set()
             case _:
                 pass
 
-    async def _pass_on(self, verb: Verb, reply: Reply) -> None:
-        assert self._listener is not None
-        margin = verb.drain_s if isinstance(verb, Stop | Pause) else 0.0
+    async def _pass_on(self, verb: Verb, reply: Reply, deadline: float) -> None:
         try:
-            answer = await self._listener.ask(self._peer, verb, timeout=VERB_TIMEOUT_S + margin)
+            answer = await self._ask_process(verb, deadline)
         except CallboardError as error:
             reply.fail(error)
             return
@@ -181,16 +210,22 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
             self.cell.state = answer.state
         reply.send(answer)
 
-    async def _ask_node(self, reply: Reply) -> None:
-        assert self._listener is not None
-        own = self.cell.status()
+    async def _ask_node(self, reply: Reply, deadline: float) -> None:
         pid = 0 if self._process is None else self._process.pid
         try:
-            node = await self._listener.ask(self._peer, GetNode(), timeout=STATUS_TIMEOUT_S)
-            children: tuple[NodeStatus, ...] = node.children
+            children = (await self._ask_process(GetNode(), deadline)).children
         except CallboardError:
             children = ()
-        reply.send(msgspec.structs.replace(own, pid=pid, children=children))
+        reply.send(msgspec.structs.replace(self.cell.status(), pid=pid, children=children))
+
+    async def _ask_process(self, call: Call[R], deadline: float) -> R:
+        """Ask the process, once it is connected. Raises DeadlineExceeded, or what it answers."""
+        assert self._listener is not None
+        with trio.move_on_at(deadline):
+            await self._connected.wait()
+            left = deadline - trio.current_time()
+            return await self._listener.ask(self._peer, call, timeout=left)
+        raise DeadlineExceeded(f"{self.name} did not answer in time")
 
     def _welcome(self, session: str) -> Welcome:
         assert self._listener is not None

@@ -4,6 +4,7 @@ Its order is one line of JSON on standard input, which the parent keeps open. Wh
 the parent wants the replica to end, or is gone itself; either way it ends.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from callboard.actors.system import ActorSystem, open_system
 from callboard.actors.transport import Network, ZmqNetwork
 from callboard.actors.zmq_socket import open_zmq_context
 from callboard.messages.base import Message
-from callboard.messages.errors import CallboardError, Failure
+from callboard.messages.errors import CallboardError, Failure, Unreachable
 from callboard.messages.membership import ReplicaFailed, ReplicaUp, Role
 from callboard.supervision.app import SUPERVISOR_SHUTDOWN_S, replica
 from callboard.supervision.logging import configure_logging
@@ -31,10 +32,15 @@ LAST_RESORT_S = 60
 
 def main() -> int:
     """Run the replica that standard input describes; returns the exit code."""
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=ReplicaOrder)
-    configure_logging(order.settings.log_level, as_json=order.settings.log_json)
-    # The root decides when a replica ends; an interrupt meant for it must not end this first.
+    # The root decides when a replica ends: a signal to the whole service must not end this before
+    # its requests have had their time.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return 0  # the parent is gone already
+    order = msgspec.json.decode(line, type=ReplicaOrder)
+    configure_logging(order.settings.log_level, as_json=order.settings.log_json)
     return trio.run(_run, order)
 
 
@@ -52,7 +58,7 @@ class _Replica:
         self._system = system
         self._network = network
         self._top: Cell = system.cell(order.name)
-        self._top.suspended = order.suspended
+        self._top.paused, self._top.suspended = order.paused, order.suspended
         self._ended = trio.Event()
         self._failure: Failure | None = None
         self._nursery: trio.Nursery
@@ -81,7 +87,8 @@ class _Replica:
                 await self._connection.send(ReplicaUp(pid=os.getpid()))
                 await self._ended.wait()
             if self._failure is not None:
-                await self._connection.send(ReplicaFailed(failure=self._failure))
+                with contextlib.suppress(Unreachable):  # then the parent does not care any more
+                    await self._connection.send(ReplicaFailed(failure=self._failure))
             self._connection.close()
             self._nursery.cancel_scope.cancel("the replica has ended")
         return self._failure

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 import trio
 
-from callboard.actors.actor import ActorExited
+from callboard.actors.actor import ActorExited, StopActor
 from callboard.actors.ref import ActorRef, LocalRef
 from callboard.actors.session import Joined, Left, Listener, Said
 from callboard.actors.system import ActorSystem
@@ -34,7 +34,7 @@ from callboard.messages.errors import CallboardError
 from callboard.messages.membership import Role, Welcome
 from callboard.supervision.lifecycle import Lifecycle
 from callboard.supervision.spec import ChildSpec, Intensity, Strategy
-from callboard.supervision.supervisor import VERB_TIMEOUT_S, Supervisor
+from callboard.supervision.supervisor import STATUS_TIMEOUT_S, VERB_TIMEOUT_S, Supervisor
 
 FromOperator = Verb | GetStatus | AbortRequests
 ToOperator = ControlReply
@@ -73,6 +73,7 @@ class Root(Supervisor):
         super().__init__(system, children, strategy=Strategy.ONE_FOR_ONE, intensity=intensity)
         self.control_endpoint = control_endpoint
         self.started = trio.Event()
+        self.start_failure: CallboardError | None = None
         self.stopped_by_verb = trio.Event()
         self._network = network
         self._address = address
@@ -81,6 +82,7 @@ class Root(Supervisor):
         self._coordinator = coordinator
         self._lifecycle = Lifecycle()
         self._turn = trio.Lock()
+        self._start_scope = trio.CancelScope()
         self._listener: Listener | None = None
 
     async def on_start(self) -> None:
@@ -99,9 +101,13 @@ class Root(Supervisor):
         self.spawn(self._listener.run)
         self.spawn(self._start_tree)
 
+    async def on_stopping(self) -> None:
+        """Give up a start that is under way, and stop the children."""
+        self._start_scope.cancel("the tree is stopping")
+        await super().on_stopping()
+
     async def on_stop(self) -> None:
         """Close the operators' socket last."""
-        await super().on_stop()
         if self._listener is not None:
             self._listener.close()
 
@@ -121,28 +127,20 @@ class Root(Supervisor):
         deadline = began + timeout
         with trio.move_on_at(deadline) as waiting:
             await self.started.wait()
+            await self._turn.acquire()
         if waiting.cancelled_caught:
+            # It has no effect later either: whoever sent it does not count on it any more.
             return msgspec.structs.replace(self._reply(verb), late=(self.name,))
-        async with self._turn:
-            plan = self._lifecycle.plan(verb)
-            if plan.refused:
-                return self._reply(verb, refused=plan.refused)
-            if isinstance(verb, Suspend):
-                self._lifecycle.note_found()
-            reply = self._reply(verb)
-            for step in plan.relay:
-                self._lifecycle.begin(step)
-                part = await self.relay(self._fit(step), deadline - trio.current_time())
-                reply = _sum(reply, part)
-                if not part.done:
-                    break
-                self._lifecycle.reach(step)
-            seconds = trio.current_time() - began
-            return msgspec.structs.replace(reply, state=self._lifecycle.state, seconds=seconds)
+        try:
+            reply = await self._do(verb, deadline)
+        finally:
+            self._turn.release()
+        seconds = trio.current_time() - began
+        return msgspec.structs.replace(reply, state=self._lifecycle.state, seconds=seconds)
 
-    async def status(self) -> StatusReply:
-        """Describe the whole tree."""
-        tree = await self.node()
+    async def status(self, timeout: float = STATUS_TIMEOUT_S) -> StatusReply:
+        """Describe the whole tree; what does not answer in time, by hearsay."""
+        tree = await self.node(min(timeout, STATUS_TIMEOUT_S))
         return StatusReply(
             state=self._lifecycle.state,
             endpoint=self._address.endpoint,
@@ -151,6 +149,21 @@ class Root(Supervisor):
             tree=msgspec.structs.replace(tree, state=self._lifecycle.state),
             replicas=tuple(_summary(node) for node in _replica_nodes(tree)),
         )
+
+    async def _do(self, verb: Verb, deadline: float) -> ControlReply:
+        plan = self._lifecycle.plan(verb)
+        if plan.refused:
+            return self._reply(verb, refused=plan.refused)
+        self._lifecycle.accept(verb)
+        reply = self._reply(verb)
+        for step in plan.relay:
+            self._lifecycle.begin(step)
+            part = await self.relay(self._fit(step), deadline - trio.current_time())
+            reply = _sum(reply, part)
+            if not part.done:
+                break
+            self._lifecycle.reach(step)
+        return reply
 
     async def _answer(self, said: Said) -> None:
         assert self._listener is not None
@@ -162,7 +175,7 @@ class Root(Supervisor):
         timeout = VERB_TIMEOUT_S if said.timeout_s is None else said.timeout_s
         match said.message:
             case GetStatus():
-                return await self.status()
+                return await self.status(timeout * 0.95)
             case AbortRequests() as abort:
                 return await self._abort(abort, timeout)
             case Pause() | Unpause() | Suspend() | Resume() | Stop() as verb:
@@ -178,9 +191,16 @@ class Root(Supervisor):
             return error
 
     async def _start_tree(self) -> None:
-        await self.start_children()
-        self._lifecycle.state = State.RUNNING
-        self.started.set()
+        """Start the children; where one does not start, say so in `start_failure` and end."""
+        with self._start_scope:
+            try:
+                await self.start_children()
+            except CallboardError as error:
+                self.start_failure = error
+                self.cell.post(StopActor())
+                return
+            self._lifecycle.state = State.RUNNING
+            self.started.set()
 
     def _fit(self, verb: Verb) -> Verb:
         """Requests that cannot run have no use for time to drain."""

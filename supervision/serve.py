@@ -1,7 +1,4 @@
-"""`callboard serve`: the tree with its replicas in processes of their own, until told to stop.
-
-Exit codes: 0 stopped as asked, by STOP or a signal; 1 could not start, or failed beyond repair.
-"""
+"""`callboard serve`: the tree with its replicas in processes of their own, until told to stop."""
 
 import signal
 import sys
@@ -18,7 +15,7 @@ from callboard.actors.transport import Network, ZmqNetwork
 from callboard.actors.zmq_socket import open_zmq_context
 from callboard.logs import get_logger
 from callboard.messages.control import Stop
-from callboard.messages.errors import CallboardError, Failure
+from callboard.messages.errors import CallboardError, StartFailed
 from callboard.supervision.app import SUPERVISOR_SHUTDOWN_S, replica_process, root
 from callboard.supervision.root import Address, Root
 from callboard.supervision.settings import Settings
@@ -28,18 +25,18 @@ DRAIN_S = 30.0
 log = get_logger()
 
 
-async def serve(settings: Settings, *, announce: Callable[[str], None]) -> int:
-    """Run until stopped and return the exit code; `announce` gets lines for a person to read."""
-    with tempfile.TemporaryDirectory(
-        prefix="callboard-"
-    ) as folder:  # mode 0700: its sockets' guard
+async def serve(settings: Settings, *, announce: Callable[[str], None]) -> None:
+    """Run until stopped as asked; `announce` gets lines for a person to read.
+
+    Raises what kept the tree from starting, or what it could not repair, as a CallboardError.
+    """
+    # The folder has mode 0700, which guards the sockets in it.
+    with tempfile.TemporaryDirectory(prefix="callboard-") as folder:
         async with open_zmq_context() as context, open_system() as system:
             server = _Server(settings, system, ZmqNetwork(context), Path(folder), announce)
-            failure = await server.run()
-    if failure is None:
-        return 0
-    announce(f"callboard: {failure.message}")
-    return 1
+            error = await server.run()
+    if error is not None:
+        raise error
 
 
 class _Server:
@@ -68,24 +65,27 @@ class _Server:
             control_endpoint=_control_endpoint(settings.listen),
         )
 
-    async def run(self) -> Failure | None:
+    async def run(self) -> CallboardError | None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._heed_signals, nursery)
             nursery.start_soon(self._announce_start)
             nursery.start_soon(self._end_when_stopped)
-            failure = await self._live()
+            error = await self._live()
             nursery.cancel_scope.cancel("the tree has ended")
-        return failure
+        return error
 
-    async def _live(self) -> Failure | None:
+    async def _live(self) -> CallboardError | None:
         try:
             exited: ActorExited = await self._cell.run(
                 lambda: self._root, stop_timeout=SUPERVISOR_SHUTDOWN_S
             )
-        except CallboardError as error:  # the operators' socket could not be opened
-            return Failure.of(error)
+        except OSError as error:  # the operators' socket could not be opened
+            return StartFailed(str(error))
         # Whatever fails while the tree is taken down because somebody asked for that is no failure.
-        return None if self._ending else exited.failure
+        if self._ending:
+            return None
+        failure = exited.failure
+        return self._root.start_failure if failure is None else failure.error()
 
     async def _announce_start(self) -> None:
         await self._root.started.wait()

@@ -1,5 +1,6 @@
 """What an operator can set: one struct, its defaults with units, from a TOML file and flags."""
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,10 @@ import msgspec
 
 from callboard.messages.errors import ConfigError
 
-MIB = 2**20
-
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:7500"
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+ENDPOINT = re.compile(r"tcp://.+:(\d{1,5}|\*)|ipc://.+")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,30 +41,66 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def load_settings(path: Path | None, **overrides: Any) -> Settings:
     """Return the settings of a TOML file with overrides that are not None put on top.
 
-    Raises ConfigError naming the file and the key.
+    Raises ConfigError naming the key, and the file where it comes from there.
     """
-    values: dict[str, Any] = {}
-    if path is not None:
-        values = _read(path)
-    values.update({key: value for key, value in overrides.items() if value is not None})
+    in_file = {} if path is None else _read(path)
+    given = {key: value for key, value in overrides.items() if value is not None}
     try:
-        settings = msgspec.convert(values, Settings)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path or 'settings'}: {error}") from error
-    _check(settings)
+        settings = _convert({**in_file, **given})
+        _check(settings)
+    except _WrongSetting as error:
+        is_in_file = error.key in in_file and error.key not in given
+        raise ConfigError(f"{path}: {error}" if is_in_file else str(error)) from error
     return settings
+
+
+class _WrongSetting(Exception):
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"{key} {reason}")
+        self.key = key
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        with path.open("rb") as file:
+            return tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
+def _convert(values: dict[str, Any]) -> Settings:
+    known = Settings.__struct_fields__
+    for key in values:
+        if key not in known:
+            raise _WrongSetting(key, f"is no setting; there are {', '.join(known)}")
+    try:
+        return msgspec.convert(values, Settings)
+    except msgspec.ValidationError as error:
+        reason, _, place = str(error).partition(" - at `$.")
+        raise _WrongSetting(place.rstrip("`"), f"is wrong: {reason}") from error
+
+
 def _check(settings: Settings) -> None:
+    _check_ranges(settings)
+    if settings.max_step_tokens < settings.max_rows:
+        raise _WrongSetting(
+            "max_step_tokens",
+            f"is {settings.max_step_tokens}, and must be at least max_rows ({settings.max_rows}), "
+            "since every running request takes a token a step",
+        )
+    if settings.log_level.lower() not in LOG_LEVELS:
+        raise _WrongSetting(
+            "log_level", f"is {settings.log_level!r}, and must be one of {', '.join(LOG_LEVELS)}"
+        )
+    if not ENDPOINT.fullmatch(settings.listen):
+        raise _WrongSetting(
+            "listen", f"is {settings.listen!r}, and must be tcp://HOST:PORT or ipc://PATH"
+        )
+
+
+def _check_ranges(settings: Settings) -> None:
     for name, low, high in (
         ("replicas", 1, 64),
         ("threads", 0, 1024),
@@ -76,9 +114,4 @@ def _check(settings: Settings) -> None:
     ):
         value = getattr(settings, name)
         if not low <= value <= high:
-            raise ConfigError(f"{name} is {value}, and must be {low} to {high}")
-    if settings.max_step_tokens < settings.max_rows:
-        raise ConfigError(
-            f"max_step_tokens is {settings.max_step_tokens}, and must be at least max_rows "
-            f"({settings.max_rows}), since every running request takes a token a step"
-        )
+            raise _WrongSetting(name, f"is {value}, and must be {low} to {high}")

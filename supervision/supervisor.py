@@ -1,8 +1,8 @@
 """A supervisor: an actor whose state is its children, and what they should be.
 
 It starts them in order, stops them in reverse, and restarts what fails; relays verbs to them and
-merges their acknowledgements; and brings a restarted child to the state the tree is desired to be
-in before it counts as up. Restarts and verbs run in tasks of their own, so it always answers.
+merges their acknowledgements; and brings a started child to the state the tree is desired to be in
+before the next begins. Restarts and verbs run in tasks of their own, so it always answers.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ from callboard.messages.control import (
     NodeStatus,
     Pause,
     Resume,
+    State,
     Stop,
     Suspend,
     Unpause,
@@ -33,15 +34,20 @@ from callboard.messages.errors import (
     ActorStopped,
     CallboardError,
     DeadlineExceeded,
+    Failure,
     RestartIntensityReached,
     StartFailed,
+    SupervisionError,
 )
 from callboard.supervision.lifecycle import Desired
-from callboard.supervision.spec import ChildSpec, Intensity, Strategy
+from callboard.supervision.spec import ChildSpec, Intensity, Restart, Strategy
 from callboard.supervision.strategy import RestartHistory, affected, should_restart
 
 VERB_TIMEOUT_S = 60.0
 STATUS_TIMEOUT_S = 2.0
+
+MARGIN, MARGIN_S = 0.05, 0.25
+"""By what part of its time, and by how many seconds at most, each level answers before it is up."""
 
 
 class Child:
@@ -52,17 +58,43 @@ class Child:
         self.cell = cell
         self.ref: LocalRef[Any] = LocalRef(cell)
         self.up = trio.Event()
+        self.born = Desired()  # what was desired when its present life began
         self.expected_to_end = False
+        self.retired = False  # has ended for good, as its spec wants
 
     def set_down(self) -> None:
         """Note that the child is not up; who waits for it goes on waiting."""
         if self.up.is_set():
             self.up = trio.Event()
 
+    def retire(self) -> None:
+        """Note that the child will not come up again; who waits for it need not."""
+        self.retired = True
+        self.up.set()
+
+    async def ask(self, verb: Verb, timeout: float) -> ControlReply:
+        """Ask the present life. Raises what `ref.ask` does, and ActorStopped when it ends first.
+
+        What it has not read by then waits for the next life, of which nobody wants an answer.
+        """
+        answer: ControlReply | CallboardError = ActorStopped(f"{self.spec.name} has ended")
+        stopped = self.cell.stopped
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_when, stopped, nursery.cancel_scope)
+            try:
+                answer = await self.ref.ask(verb, timeout=timeout)
+            except CallboardError as error:
+                answer = error
+            nursery.cancel_scope.cancel("answered")
+        if isinstance(answer, CallboardError):
+            raise answer
+        return answer
+
     @property
-    def answers_status(self) -> bool:
-        """Whether the child has a tree of its own to tell about."""
-        return getattr(self.cell.actor, "tells_of_children", False)
+    def can_tell_of_children(self) -> bool:
+        """Whether the child has a tree of its own, and reads its mail."""
+        has_children = getattr(self.cell.actor, "tells_of_children", False)
+        return has_children and self.cell.state is not State.STARTING
 
 
 class Supervisor(Actor[ActorExited]):
@@ -95,8 +127,7 @@ class Supervisor(Actor[ActorExited]):
 
     async def on_start(self) -> None:
         """Start the children in order; the supervisor is up when all are."""
-        if self.cell.suspended is not None:
-            self._desired = Desired(paused=True, suspended=self.cell.suspended)
+        self._desired = Desired(paused=self.cell.paused, suspended=self.cell.suspended)
         await self.start_children()
 
     async def on_stopping(self) -> None:
@@ -104,35 +135,38 @@ class Supervisor(Actor[ActorExited]):
         self._repairs.cancel("the supervisor is stopping")
         await self._stop_all()
 
-    async def on_stop(self) -> None:
-        """Answer what still waits in the children's mailboxes."""
-        for child in self._children.values():
-            child.cell.close()
-
     async def start_children(self) -> None:
-        """Start all children, then watch over them. Raises StartFailed."""
-        for spec in self._specs:
-            child = Child(spec, self._system.cell(spec.name))
-            self._children[spec.name] = child
-            await self._start(child)
-            child.up.set()
+        """Start all children, then watch over them.
+
+        Raises StartFailed, naming the child, when those that were up already have been stopped.
+        """
+        try:
+            for spec in self._specs:
+                child = self._children[spec.name] = Child(spec, self._system.cell(spec.name))
+                await self._raise(child)
+        except CallboardError:
+            await self._stop_all()
+            raise
         self.spawn(self._repair)
 
     async def receive(self, message: ActorExited) -> None:
         """A child's life ended: restart what the strategy says, if its spec wants that."""
-        child = self._children[message.name]
-        child.set_down()
+        child = self._children.get(message.name)
+        if child is None or child.cell.actor is not None:
+            return  # the next life is under way already
         if should_restart(child.spec.restart, message.failure):
             self._failed_in.send_nowait(message.name)
+        else:
+            child.retire()
 
     async def obey(self, verb: Message) -> object:
         """Relay verbs to the children; tell of them."""
         match verb:
             case Pause() | Unpause() | Suspend() | Resume() | Stop():
-                self.spawn(self._relay_and_answer, verb, self.defer())
+                self.spawn(self._relay_and_answer, verb, self.defer(), answer_by(self.cell))
                 return None
             case GetNode():
-                self.spawn(self._answer_status, self.defer())
+                self.spawn(self._answer_status, self.defer(), answer_by(self.cell))
                 return None
             case _:
                 return await super().obey(verb)
@@ -146,83 +180,87 @@ class Supervisor(Actor[ActorExited]):
         began = trio.current_time()
         async with self._verbs:
             self._desired = self._desired.after(verb)
-            for child in self._children.values():
-                child.cell.suspended = self._desired.suspended
             acks = await self._ask_all(verb, began + timeout)
         return _merge(verb, acks, trio.current_time() - began)
 
-    async def node(self) -> NodeStatus:
-        """Describe this part of the tree."""
+    async def node(self, timeout: float = STATUS_TIMEOUT_S) -> NodeStatus:
+        """Describe this part of the tree; children that do not answer in time, by hearsay."""
+        deadline = trio.current_time() + timeout
         children: dict[str, NodeStatus] = {}
 
         async def ask(child: Child) -> None:
-            children[child.spec.name] = await _describe(child)
+            children[child.spec.name] = await _describe(child, deadline)
 
+        present = list(self._children.values())
         async with trio.open_nursery() as nursery:
-            for child in self._children.values():
+            for child in present:
                 nursery.start_soon(ask, child)
         own = self.cell.status()
         return msgspec.structs.replace(
-            own, children=tuple(children[name] for name in self._children)
+            own, children=tuple(children[child.spec.name] for child in present)
         )
 
-    async def _relay_and_answer(self, verb: Verb, reply: Reply) -> None:
-        answer = await self.relay(verb)
+    async def _relay_and_answer(self, verb: Verb, reply: Reply, deadline: float) -> None:
+        answer = await self.relay(verb, deadline - trio.current_time())
         if answer.done:
             self.cell.state = answer.state
         reply.send(answer)
 
-    async def _answer_status(self, reply: Reply) -> None:
-        reply.send(await self.node())
+    async def _answer_status(self, reply: Reply, deadline: float) -> None:
+        timeout = min(STATUS_TIMEOUT_S, deadline - trio.current_time())
+        reply.send(await self.node(timeout))
 
     async def _ask_all(self, verb: Verb, deadline: float) -> list[ControlReply]:
         """Ask independent children together and others in order: down to pause, up to go on."""
-        children = list(self._children.values())
+        children = [child for child in self._children.values() if not child.retired]
+        if self._strategy is Strategy.ONE_FOR_ONE:
+            return await self._ask_together(children, verb, deadline)
+        going_on = isinstance(verb, Unpause | Resume)
+        acks: list[ControlReply] = []
+        for child in reversed(children) if going_on else children:
+            acks.append(await self._ask(child, verb, deadline))
+            if not acks[-1].done:
+                break  # the next relies on this one: memory is not taken from what still runs
+        return acks[::-1] if going_on else acks
+
+    async def _ask_together(
+        self, children: list[Child], verb: Verb, deadline: float
+    ) -> list[ControlReply]:
         acks: dict[str, ControlReply] = {}
 
         async def ask(child: Child) -> None:
             acks[child.spec.name] = await self._ask(child, verb, deadline)
 
-        if self._strategy is Strategy.ONE_FOR_ONE:
-            async with trio.open_nursery() as nursery:
-                for child in children:
-                    nursery.start_soon(ask, child)
-        else:
-            going_on = isinstance(verb, Unpause | Resume)
-            for child in reversed(children) if going_on else children:
-                await ask(child)
+        async with trio.open_nursery() as nursery:
+            for child in children:
+                nursery.start_soon(ask, child)
         return [acks[child.spec.name] for child in children]
 
     async def _ask(self, child: Child, verb: Verb, deadline: float) -> ControlReply:
         """Ask one child; one that fails meanwhile answers by coming up in the desired state."""
-        name = child.spec.name
-        late = ControlReply(verb=_name(verb), state=child.cell.state, late=(name,), children=())
+        name, reply = child.spec.name, ControlReply(verb=_name(verb), state=child.cell.state)
         with trio.move_on_at(deadline):
             while True:
                 await child.up.wait()
+                if child.retired:
+                    return reply
                 try:
-                    left = deadline - trio.current_time()
-                    ack: ControlReply = await child.ref.ask(verb, timeout=left)
+                    ack = await child.ask(verb, deadline - trio.current_time())
                 except (ActorFailed, ActorStopped):
                     continue  # asked again, its next life answers
                 except DeadlineExceeded:
-                    return late
-                if not ack.children:
-                    leaf = ChildAck(
-                        name=name,
-                        state=ack.state,
-                        bytes_freed=ack.bytes_freed,
-                        requests=ack.requests,
-                        failure=ack.refused,
-                    )
-                    ack = msgspec.structs.replace(ack, children=(leaf,))
-                return ack
-        return late
+                    break
+                except CallboardError as error:
+                    return msgspec.structs.replace(reply, refused=f"{name}: {error}")
+                return _with_leaf(name, ack)
+        return msgspec.structs.replace(reply, late=(name,))
 
     async def _repair(self) -> None:
         """Restart what fails, one failure at a time."""
         with self._repairs:
             async for name in self._failed_out:
+                if self._children[name].up.is_set():
+                    continue  # it has been restarted with another
                 pending = [name]
                 while pending:
                     failed = pending.pop()
@@ -245,30 +283,46 @@ class Supervisor(Actor[ActorExited]):
         for child in reversed(group):
             await self._stop(child)
         for child in group:
+            if child.spec.restart is Restart.TEMPORARY:
+                child.retire()
+                continue
             try:
-                await self._start(child)
-                await self._bring(child)
-                child.up.set()
+                await self._raise(child)
             except CallboardError as error:
                 self.log.error("restart failed", child=child.spec.name, reason=str(error))
                 return [child.spec.name]
             self.log.info("restarted", child=child.spec.name, lives=child.cell.lives)
         return []
 
-    async def _start(self, child: Child) -> None:
-        child.cell.suspended = self._desired.suspended
-        child.expected_to_end = False
+    async def _raise(self, child: Child) -> None:
+        """Start a child and bring it to what the tree should be; then it is up."""
         try:
-            await self.cell.nursery.start(self._live, child)
-        except CallboardError:
+            await self._start(child)
+            await self._bring(child)
+        except StartFailed:
             raise
         except Exception as error:  # whatever a child's start raises is its failure, not ours
-            raise StartFailed(f"{child.spec.name} did not start: {error}") from error
+            reason = str(error) if isinstance(error, OSError) else Failure.of(error).message
+            raise StartFailed(f"{child.spec.name} did not start: {reason}") from error
+        if child.cell.actor is not None:  # or it has failed since, and will be restarted
+            child.up.set()
+
+    async def _start(self, child: Child) -> None:
+        child.born = self._desired
+        child.cell.paused, child.cell.suspended = child.born.paused, child.born.suspended
+        child.expected_to_end = child.retired = False
+        await self.cell.nursery.start(self._live, child)
 
     async def _bring(self, child: Child) -> None:
-        """Bring a fresh child to what the tree should be."""
-        for verb in self._desired.path():
-            await child.ref.ask(verb, timeout=VERB_TIMEOUT_S)
+        """Bring a fresh child to what the tree should be, also if that changes meanwhile."""
+        reached: Desired | None = None
+        while reached != self._desired:
+            reached = self._desired
+            for verb in reached.path(child.born):
+                ack = await child.ask(verb, VERB_TIMEOUT_S)
+                if not ack.done:
+                    late = f"no answer from {', '.join(ack.late)}"
+                    raise SupervisionError(f"{_name(verb)}: {ack.refused or late}")
 
     async def _live(
         self, child: Child, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
@@ -276,6 +330,8 @@ class Supervisor(Actor[ActorExited]):
         exited = await child.cell.run(
             child.spec.start, stop_timeout=child.spec.shutdown_s, task_status=task_status
         )
+        # Before anybody runs who waited for this life: they are to wait for the next.
+        child.set_down()
         if not child.expected_to_end:
             self.cell.post(exited)
 
@@ -289,14 +345,45 @@ class Supervisor(Actor[ActorExited]):
         await child.cell.stop(child.spec.shutdown_s)
 
 
-async def _describe(child: Child) -> NodeStatus:
-    if not child.answers_status:
+def answer_by(cell: Cell) -> float:
+    """Return when to answer the message in hand at the latest.
+
+    That is a little before its asker gives up, who then hears which of our children was late.
+    """
+    now = trio.current_time()
+    if cell.deadline == float("inf"):
+        return now + VERB_TIMEOUT_S
+    return cell.deadline - min(MARGIN_S, MARGIN * (cell.deadline - now))
+
+
+async def _cancel_when(event: trio.Event, scope: trio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel("the child has ended")
+
+
+async def _describe(child: Child, deadline: float) -> NodeStatus:
+    if not child.can_tell_of_children:
         return child.cell.status()
     try:
-        node: NodeStatus = await child.ref.ask(GetNode(), timeout=STATUS_TIMEOUT_S)
+        timeout = deadline - trio.current_time()
+        node: NodeStatus = await child.ref.ask(GetNode(), timeout=timeout)
     except CallboardError:
         return child.cell.status()
     return node
+
+
+def _with_leaf(name: str, ack: ControlReply) -> ControlReply:
+    """Add the acknowledgement of a child that has no children of its own to its reply."""
+    if ack.children or ack.late:
+        return ack
+    leaf = ChildAck(
+        name=name,
+        state=ack.state,
+        bytes_freed=ack.bytes_freed,
+        requests=ack.requests,
+        failure=ack.refused,
+    )
+    return msgspec.structs.replace(ack, children=(leaf,))
 
 
 def _merge(verb: Verb, acks: list[ControlReply], seconds: float) -> ControlReply:

@@ -6,85 +6,166 @@ Exit codes: 0 done, 1 refused or failed, 2 nobody answers at the endpoint, 3 no 
 
 import os
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-import click
+import msgspec
 import trio
 import typer
 
 from callboard.messages.base import unpack_ids
-from callboard.messages.control import KVLevel, PauseMode, State, WeightsLevel
-from callboard.messages.errors import CallboardError, DeadlineExceeded, Unreachable
+from callboard.messages.control import (
+    ControlReply,
+    KVLevel,
+    Pause,
+    PauseMode,
+    Resume,
+    State,
+    StatusReply,
+    Stop,
+    Suspend,
+    Unpause,
+    Verb,
+    WeightsLevel,
+)
+from callboard.messages.errors import (
+    ActorStopped,
+    CallboardError,
+    DeadlineExceeded,
+    Unreachable,
+)
 from callboard.messages.requests import ChatMessage, Delta
 from callboard.messages.sampling import SamplingParams
 from callboard.supervision.cli import render
-from callboard.supervision.engine import Completion, Engine, PromptLike, connect, open_engine
+from callboard.supervision.engine import Completion, Engine, connect, open_engine
 from callboard.supervision.logging import configure_logging
-from callboard.supervision.settings import DEFAULT_ENDPOINT, load_settings
-
-T = TypeVar("T")
+from callboard.supervision.settings import DEFAULT_ENDPOINT, ENDPOINT, Settings, load_settings
+from callboard.supervision.submission import PromptLike
+from callboard.version import __version__
 
 DONE, REFUSED, UNREACHABLE, TIMED_OUT, USAGE = 0, 1, 2, 3, 64
 
+INTERRUPTED = 130  # what shells say of a command that SIGINT ended
+BROKEN_PIPE = 141  # and SIGPIPE
+
 HANDSHAKE_S = 5.0
+MIN_HANDSHAKE_S = 1.0
 RETRY_S = 0.2
 
+# typer brings a click of its own in some versions, and this is the one name it has in all.
+_UsageProblem: Any = typer.BadParameter.__mro__[2]
+
 app = typer.Typer(
-    help=__doc__.splitlines()[0],
+    help="Serve a language model, generate with it, and control the tree of actors that runs it.",
+    epilog="Exit codes: 0 done, 1 refused or failed, 2 nobody answers at the endpoint, "
+    "3 no answer in time, 64 the command line is wrong.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
+
+def _check_endpoint(endpoint: str | None) -> str | None:
+    if endpoint and not ENDPOINT.fullmatch(endpoint):
+        raise typer.BadParameter(f"{endpoint!r} is neither tcp://HOST:PORT nor ipc://PATH")
+    return endpoint
+
+
 Endpoint = Annotated[
     str,
     typer.Option(
-        "--connect", envvar="CALLBOARD_ENDPOINT", help="Where the server listens.", metavar="EP"
+        "--connect",
+        envvar="CALLBOARD_ENDPOINT",
+        help="Where the server listens.",
+        metavar="ENDPOINT",
+        callback=_check_endpoint,
     ),
 ]
 Timeout = Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the effect.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        render.line(f"callboard {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def every_command(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print it and exit."
+        ),
+    ] = False,
+) -> None:
+    """Take the options that stand before the command."""
+
+
 @app.command()
 def serve(
-    model: Annotated[str | None, typer.Option(help="A .gguf file or a model folder.")] = None,
-    listen: Annotated[str | None, typer.Option(help="Endpoint to listen at.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A .gguf file, a Hugging Face folder, or random:tiny; by default what "
+            "fetch-model has fetched."
+        ),
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Where clients connect: tcp://HOST:PORT or ipc://PATH; by default "
+            f"{DEFAULT_ENDPOINT}.",
+            metavar="ENDPOINT",
+        ),
+    ] = None,
     replicas: Annotated[int | None, typer.Option(help="Replica processes.")] = None,
     kv_cache_gb: Annotated[float | None, typer.Option(help="GiB of KV cache a replica.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A TOML file of settings; options here win.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> int:
-    """Run the server until STOP or a signal."""
+    """Run the server until `callboard stop` or a signal.
+
+    It prints "callboard: ready at ENDPOINT" when it is.
+
+    The first SIGINT or SIGTERM lets open requests finish, the second ends them.
+    """
     from callboard.supervision.serve import print_line, serve as run_server
 
-    settings = load_settings(
-        config,
-        model=model or _default_model(config),
-        listen=listen,
-        replicas=replicas,
-        kv_cache_gb=kv_cache_gb,
-        device=device,
-        log_level=log_level,
+    settings = _with_model(
+        load_settings(
+            config,
+            model=model,
+            listen=listen,
+            replicas=replicas,
+            kv_cache_gb=kv_cache_gb,
+            device=device,
+            log_level=log_level,
+        )
     )
     configure_logging(settings.log_level, as_json=settings.log_json)
 
-    async def run() -> int:
-        return await run_server(settings, announce=print_line)
+    async def run() -> None:
+        await run_server(settings, announce=print_line)
 
-    return trio.run(run)
+    trio.run(run)
+    return DONE
 
 
 @app.command()
 def generate(
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...")],
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="Text to continue.")],
     connect_to: Annotated[
-        str | None, typer.Option("--connect", metavar="EP", help="A running server.")
+        str | None,
+        typer.Option(
+            "--connect", metavar="ENDPOINT", help="A running server.", callback=_check_endpoint
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Run this model here instead.")] = None,
+    model: Annotated[str | None, typer.Option(help="Load this model here instead.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's turn.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -93,15 +174,22 @@ def generate(
     min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this text.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on behind the end-of-sequence token.")
+    ] = False,
     logprobs: Annotated[
         int | None, typer.Option(help="Log-probabilities, and of so many alternatives.")
     ] = None,
     special: Annotated[bool, typer.Option("--special", help="Show control tokens.")] = False,
-    as_json: AsJson = False,
-    timeout: Timeout = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+    timeout: Annotated[float, typer.Option(min=0.0, help="Seconds for all of it.")] = 600.0,
 ) -> int:
-    """Generate text, with a server or, when none is named, with a model loaded here."""
+    """Generate text, with a server or, when none is named, with a model loaded here.
+
+    CALLBOARD_ENDPOINT names a server too.
+    """
+    if connect_to and model:
+        raise typer.BadParameter("--connect and --model exclude each other")
     params = SamplingParams(
         temperature=temperature,
         top_k=top_k,
@@ -129,10 +217,10 @@ def generate(
     async def with_engine() -> int:
         with trio.fail_after(timeout):
             if endpoint:
-                async with connect(endpoint, timeout=min(timeout, HANDSHAKE_S)) as engine:
+                async with connect(endpoint, timeout=_handshake_s(timeout)) as engine:
                     await run(engine)
             else:
-                async with open_engine(model=model or _default_model(None)) as engine:
+                async with open_engine(_with_model(load_settings(None, model=model))) as engine:
                     await run(engine)
         return DONE
 
@@ -145,19 +233,23 @@ def pause(
     mode: Annotated[PauseMode, typer.Option(help="What happens to running requests.")] = (
         PauseMode.KEEP
     ),
+    drain_s: Annotated[
+        float, typer.Option(min=0.0, help="Seconds they get to finish, in mode drain.")
+    ] = 60.0,
     timeout: Timeout = 60.0,
     as_json: AsJson = False,
 ) -> int:
-    """Run no forward pass until UNPAUSE."""
-    return _control(endpoint, timeout, as_json, lambda engine: engine.pause(mode, timeout=timeout))
+    """Run no forward pass until `unpause`. Requests are still taken, and wait."""
+    extra = drain_s if mode is PauseMode.DRAIN else 0.0
+    return _control(endpoint, Pause(mode=mode, drain_s=drain_s), timeout + extra, as_json)
 
 
 @app.command()
 def unpause(
     endpoint: Endpoint = DEFAULT_ENDPOINT, timeout: Timeout = 60.0, as_json: AsJson = False
 ) -> int:
-    """Step again."""
-    return _control(endpoint, timeout, as_json, lambda engine: engine.unpause(timeout=timeout))
+    """Go on after `pause`."""
+    return _control(endpoint, Unpause(), timeout, as_json)
 
 
 @app.command()
@@ -170,21 +262,16 @@ def suspend(
     timeout: Timeout = 60.0,
     as_json: AsJson = False,
 ) -> int:
-    """Pause and free device memory."""
-    return _control(
-        endpoint,
-        timeout,
-        as_json,
-        lambda engine: engine.suspend(kv=kv, weights=weights, timeout=timeout),
-    )
+    """Pause, and free device memory. No request is lost."""
+    return _control(endpoint, Suspend(kv=kv, weights=weights), timeout, as_json)
 
 
 @app.command()
 def resume(
     endpoint: Endpoint = DEFAULT_ENDPOINT, timeout: Timeout = 120.0, as_json: AsJson = False
 ) -> int:
-    """Take the memory back and go on as before SUSPEND."""
-    return _control(endpoint, timeout, as_json, lambda engine: engine.resume(timeout=timeout))
+    """Take the memory back, and be as before `suspend`: running or paused."""
+    return _control(endpoint, Resume(), timeout, as_json)
 
 
 @app.command()
@@ -195,55 +282,52 @@ def stop(
     as_json: AsJson = False,
 ) -> int:
     """End every request, then the server."""
-    return _control(
-        endpoint,
-        timeout + drain_s,
-        as_json,
-        lambda engine: engine.stop(drain_s=drain_s, timeout=timeout),
-    )
+    return _control(endpoint, Stop(drain_s=drain_s), timeout + drain_s, as_json)
 
 
 @app.command()
 def abort(
-    request_id: Annotated[str, typer.Argument(help="The id its client gave it.")] = "",
+    request_id: Annotated[
+        str, typer.Argument(metavar="REQUEST_ID", help="The id its client gave it.")
+    ] = "",
     every: Annotated[bool, typer.Option("--all", help="Abort every open request.")] = False,
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     timeout: Timeout = 60.0,
     as_json: AsJson = False,
 ) -> int:
     """Abort one request, or all."""
+    if bool(request_id) == every:
+        raise typer.BadParameter("give one request id, or --all")
 
-    async def run() -> int:
-        with trio.fail_after(timeout):
-            async with connect(endpoint, timeout=min(timeout, HANDSHAKE_S)) as engine:
+    async def run() -> None:
+        async with connect(endpoint, timeout=_handshake_s(timeout)) as engine:
+            with trio.fail_after(timeout):
                 answer = await engine.abort(request_id, all=every)
         if as_json:
             render.as_json(answer)
         else:
             render.line(f"abort: {answer.aborted} requests")
-        return DONE
 
-    return trio.run(run)
+    trio.run(run)
+    return DONE
 
 
 @app.command()
 def status(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
-    wait: Annotated[State | None, typer.Option(help="Wait until the tree is so.")] = None,
-    timeout: Timeout = 60.0,
+    wait: Annotated[
+        State | None, typer.Option(help="Wait until it is so, also for a server yet to start.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait.")] = 60.0,
     as_json: AsJson = False,
 ) -> int:
     """Show the tree and what it is doing."""
-
-    async def run() -> int:
-        answer = await _status(endpoint, wait, timeout)
-        if as_json:
-            render.as_json(answer)
-        else:
-            render.status(answer)
-        return DONE
-
-    return trio.run(run)
+    answer = trio.run(_status, endpoint, wait, timeout)
+    if as_json:
+        render.as_json(answer)
+    else:
+        render.status(answer)
+    return DONE
 
 
 @app.command()
@@ -260,63 +344,70 @@ def main(arguments: list[str] | None = None) -> int:
     configure_logging()
     try:
         code = app(arguments, prog_name="callboard", standalone_mode=False)
-    except click.exceptions.Exit as error:
+    except typer.Exit as error:
         return error.exit_code
-    except click.ClickException as error:
+    except _UsageProblem as error:
         error.show()
         return USAGE
-    except (KeyboardInterrupt, click.Abort):
-        return 130
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has enough; the interpreter must not try to flush the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except Unreachable as error:
         render.complain(str(error))
         return UNREACHABLE
     except (DeadlineExceeded, trio.TooSlowError) as error:
         render.complain(str(error) or "no answer in time")
         return TIMED_OUT
-    except (CallboardError, ValueError, OSError) as error:
+    except (CallboardError, OSError) as error:
         render.complain(str(error))
         return REFUSED
     return code if isinstance(code, int) else DONE
 
 
-def _default_model(config: Path | None) -> str | None:
-    """Return the default model's path, where no configuration file could name another."""
-    if config is not None:
-        return None
+def _with_model(settings: Settings) -> Settings:
+    """Fill in the default model where none is named. Raises ConfigError when it is not there."""
+    if settings.model:
+        return settings
     from callboard.supervision.default_model import default_model
 
-    return str(default_model())
+    return msgspec.structs.replace(settings, model=str(default_model()))
 
 
-def _control(
-    endpoint: str,
-    timeout: float,
-    as_json: bool,
-    verb: Callable[[Engine], Awaitable[Any]],
-) -> int:
-    async def run() -> int:
-        async with connect(endpoint, timeout=min(timeout, HANDSHAKE_S)) as engine:
-            answer = await verb(engine)
-        if as_json:
-            render.as_json(answer)
-        else:
-            render.reply(answer)
-        return DONE
-
-    return trio.run(run)
+def _handshake_s(timeout: float) -> float:
+    """Return the time to find the server in: a short timeout is meant for what comes then."""
+    return max(MIN_HANDSHAKE_S, min(timeout, HANDSHAKE_S))
 
 
-async def _status(endpoint: str, wait: State | None, timeout: float) -> Any:
+def _control(endpoint: str, verb: Verb, timeout: float, as_json: bool) -> int:
+    async def run() -> ControlReply:
+        async with connect(endpoint, timeout=_handshake_s(timeout)) as engine:
+            return await engine.ask_tree(verb, timeout)
+
+    answer = trio.run(run)
+    if as_json:
+        render.as_json(answer)
+    else:
+        render.reply(answer)
+    if answer.refused:
+        return REFUSED
+    return TIMED_OUT if answer.late else DONE
+
+
+async def _status(endpoint: str, wait: State | None, timeout: float) -> StatusReply:
     deadline = trio.current_time() + timeout
     while True:
         left = deadline - trio.current_time()
         try:
-            async with connect(endpoint, timeout=min(max(left, 0.0), HANDSHAKE_S)) as engine:
+            async with connect(endpoint, timeout=_handshake_s(left)) as engine:
+                left = max(0.0, deadline - trio.current_time())
                 if wait is None:
                     return await engine.status(timeout=left)
                 return await engine.wait_for(wait, timeout=left)
-        except Unreachable:
-            # A server that is just being started is worth waiting for.
+        except (Unreachable, ActorStopped):
+            # A server that is just being started, or started again, is worth waiting for.
             if wait is None or trio.current_time() + RETRY_S >= deadline:
                 raise
             await trio.sleep(RETRY_S)
@@ -324,11 +415,13 @@ async def _status(endpoint: str, wait: State | None, timeout: float) -> Any:
 
 async def _stream(engine: Engine, prompt: PromptLike, params: SamplingParams) -> None:
     async with engine.submit(prompt, params) as stream:
-        async for delta in stream:
-            render.piece(delta.text)
-            if params.logprobs is not None:
-                _show_logprobs(delta)
-    render.line()
+        try:
+            async for delta in stream:
+                render.piece(delta.text)
+                if params.logprobs is not None:
+                    _show_logprobs(delta)
+        finally:
+            render.line()
 
 
 def _show_logprobs(delta: Delta) -> None:

@@ -45,7 +45,14 @@ def size(num_bytes: int) -> str:
 
 
 def reply(answer: ControlReply) -> None:
-    """Print an acknowledgement."""
+    """Print an acknowledgement; to standard error what was not done, and why."""
+    if answer.refused:
+        complain(f"{answer.verb} refused: {answer.refused}")
+        return
+    if answer.late:
+        who = ", ".join(answer.late)
+        complain(f"{answer.verb}: no answer in time from {who}; now {answer.state}")
+        return
     freed = f", {size(answer.bytes_freed)} freed" if answer.bytes_freed else ""
     requests = f", {answer.requests} requests kept" if answer.requests else ""
     line(f"{answer.verb}: now {answer.state} ({answer.seconds * 1000:.0f} ms{freed}{requests})")

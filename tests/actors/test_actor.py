@@ -1,13 +1,12 @@
 import itertools
 import random
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import pytest
 import trio
-from structlog.testing import capture_logs
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from callboard.actors.actor import Actor, ActorExited, Cell, StopActor
@@ -186,14 +185,8 @@ class Watcher(Actor[ActorExited]):
         self.seen.append(message)
 
 
-@pytest.fixture(autouse=True)
-def logs() -> Iterator[list[Any]]:
-    with capture_logs() as entries:
-        yield entries
-
-
 @pytest.fixture
-async def system(logs: list[Any]) -> AsyncGenerator[ActorSystem, None]:
+async def system() -> AsyncGenerator[ActorSystem, None]:
     async with open_system() as system:
         yield system
 
@@ -332,14 +325,33 @@ async def test_deferred_answers_can_still_be_given_while_stopping(stage: Stage) 
     assert stage.answers == ["bye"]
 
 
-async def test_a_failure_is_logged_with_its_exception(stage: Stage, logs: list[Any]) -> None:
+async def test_a_failure_is_logged_with_its_exception(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
     await stage.play()
     await stage.tell(Break())
 
-    [entry] = [entry for entry in logs if entry["event"] == "actor failed"]
+    [record] = caplog.records
 
-    assert isinstance(entry["exc_info"], ValueError)
-    assert (entry["log_level"], entry["failure"]) == ("error", "ValueError: broken")
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], ValueError)
+    assert (record.levelname, record.getMessage()) == ("ERROR", "actor failed")
+    assert record.__dict__["failure"] == "ValueError: broken"
+
+
+async def test_an_error_of_ours_is_logged_without_a_traceback(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broke(Actor[Add]):
+        async def receive(self, message: Add) -> None:
+            raise OutOfBlocks("no block left")
+
+    await stage.play(Broke)
+    await stage.tell(Add(1))
+
+    [record] = caplog.records
+    assert not record.exc_info
+    assert record.__dict__["failure"] == "no block left"
 
 
 async def test_an_error_of_ours_keeps_its_name_in_the_exit(stage: Stage) -> None:
@@ -553,7 +565,7 @@ async def test_an_actor_without_a_snapshot_begins_anew(stage: Stage) -> None:
 
 
 async def test_a_snapshot_that_fails_does_not_hide_the_failure_before_it(
-    stage: Stage, logs: list[Any]
+    stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Confused(Adder):
         def snapshot(self) -> Sum:
@@ -564,7 +576,7 @@ async def test_a_snapshot_that_fails_does_not_hide_the_failure_before_it(
 
     assert [type(error) for error in stage.errors] == [ActorFailed, ActorFailed]
     assert stage.cell.stopped.is_set()
-    assert "snapshot failed" in [entry["event"] for entry in logs]
+    assert "snapshot failed" in caplog.messages
     assert (await stage.play()).calls == ["on_start"]
 
 
@@ -720,7 +732,7 @@ async def test_a_stopped_actor_reports_an_orderly_end(stage: Stage) -> None:
 
 
 async def test_an_actor_that_does_not_stop_in_time_is_cancelled(
-    stage: Stage, autojump_clock: MockClock, logs: list[Any]
+    stage: Stage, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     adder = await stage.play()
     await stage.ask(Hold(), Later())
@@ -733,7 +745,7 @@ async def test_an_actor_that_does_not_stop_in_time_is_cancelled(
     assert [type(error) for error in stage.errors] == [ActorStopped]
     assert stage.exits == [ActorExited(name="adder")]
     assert stage.dead() == {("stopped", "Hold"): 1}
-    assert "actor did not stop in time" in [entry["event"] for entry in logs]
+    assert "actor did not stop in time" in caplog.messages
 
 
 async def test_on_stop_may_wait_although_the_actor_is_cancelled_but_not_for_ever(
@@ -832,7 +844,38 @@ async def test_an_actor_stopped_while_it_starts_has_failed_to_start(
         await wait_all_tasks_blocked()
         await stage.cell.stop(timeout=1.0)
 
+    assert trio.current_time() == 0.0  # it reads no mail yet, so there is no point in waiting
     assert stage.cell.state is State.FAILED
+
+
+async def test_a_cancelled_actor_ends_at_once_with_no_more_than_its_on_stop(stage: Stage) -> None:
+    adder = await stage.play()
+    await stage.ask(Hold())
+    await stage.tell(Add(1))
+
+    stage.cell.cancel("no time left")
+    await stage.cell.stopped.wait()
+
+    assert adder.calls == ["on_start", "on_stop"]
+    assert adder.total == 0
+    await wait_all_tasks_blocked()
+    assert stage.exits == [ActorExited(name="adder")]
+    assert [type(error) for error in stage.errors] == [ActorStopped]
+
+
+async def test_on_stop_can_tell_a_failure_from_an_orderly_end(stage: Stage) -> None:
+    seen: list[bool] = []
+
+    class Looks(Adder):
+        async def on_stop(self) -> None:
+            seen.append(self.cell.crashed)
+
+    await stage.play(Looks)
+    await stage.tell(Break())
+    await stage.play(Looks)
+    await stage.cell.stop()
+
+    assert seen == [True, False]
 
 
 async def test_an_actor_can_end_itself(stage: Stage) -> None:
@@ -1151,6 +1194,23 @@ async def test_an_acknowledgement_may_be_deferred(stage: Stage) -> None:
     assert reply == steps.ack(Pause(), requests=3)
 
 
+async def test_an_actor_knows_when_its_asker_gives_up(stage: Stage, mock_clock: MockClock) -> None:
+    deadlines: list[float] = []
+
+    class Looks(Adder):
+        async def receive(self, message: Mail) -> object:
+            deadlines.append(self.cell.deadline)
+            return 0
+
+    await stage.play(Looks)
+    mock_clock.jump(10.0)
+    await stage.ref.ask(Total(), timeout=2.5)
+    await stage.tell(Add(1))
+
+    assert deadlines == [12.5, float("inf")]
+    assert stage.cell.deadline == float("inf")
+
+
 async def test_a_failed_verb_is_answered(stage: Stage) -> None:
     class Stuck(Adder):
         async def on_pause(self, verb: Pause) -> None:
@@ -1225,12 +1285,15 @@ async def test_an_actor_knows_its_name_and_address(stage: Stage) -> None:
     assert adder.total == 1
 
 
-async def test_what_an_actor_logs_says_who_it_is(stage: Stage, logs: list[Any]) -> None:
+async def test_what_an_actor_logs_says_who_it_is(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
     adder = await stage.play()
 
-    adder.log.info("hello")
+    adder.log.warning("hello")
 
-    assert logs[-1]["actor"] == "adder"
+    [record] = caplog.records
+    assert record.__dict__["actor"] == "adder"
 
 
 # Everything at once

@@ -1,9 +1,8 @@
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from typing import ClassVar
 
 import pytest
 import trio
-from structlog.testing import capture_logs
 from trio.testing import MockClock, assert_checkpoints, wait_all_tasks_blocked
 
 from callboard.actors.actor import Actor, Cell
@@ -114,14 +113,8 @@ class Outcomes:
         self.times.append(trio.current_time())
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with capture_logs():
-        yield
-
-
 @pytest.fixture
-async def system(_quiet: None) -> AsyncGenerator[ActorSystem, None]:
+async def system() -> AsyncGenerator[ActorSystem, None]:
     async with open_system() as system:
         yield system
 

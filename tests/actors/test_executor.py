@@ -1,0 +1,313 @@
+import threading
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from callboard.actors.actor import ActorExited, Cell
+from callboard.actors.executor import Executor
+from callboard.actors.ref import LocalRef
+from callboard.actors.system import ActorSystem, open_system
+from callboard.actors.testing import ScriptedRunner
+from callboard.messages.base import Message, pack_ids, unpack_ids
+from callboard.messages.control import (
+    ControlReply,
+    KVLevel,
+    Pause,
+    Resume,
+    State,
+    Suspend,
+    WeightsLevel,
+)
+from callboard.messages.errors import ActorFailed
+from callboard.messages.steps import Admit, DeviceReady, DropRows, RowSampling, RunStep, StepDone
+
+
+class Runner(ScriptedRunner):
+    """Counts what is asked of it, and breaks where it is told to."""
+
+    def __init__(self, breaks_in: str = "") -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.breaks_in = breaks_in
+
+    def load(self) -> None:
+        self._called("load")
+        super().load()
+
+    def allocate(self) -> None:
+        self._called("allocate")
+        super().allocate()
+
+    def room(self) -> DeviceReady:
+        self._called("room")
+        return super().room()
+
+    def execute(self, step: RunStep) -> StepDone:
+        self._called("execute")
+        return super().execute(step)
+
+    def drop(self, rows: tuple[int, ...]) -> None:
+        self._called("drop")
+        super().drop(rows)
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.breaks_in:
+            raise RuntimeError(f"broken in {name}")
+
+
+class Lab:
+    """An executor's cell, the mailboxes of those it speaks to, and the runners it has made."""
+
+    def __init__(self, system: ActorSystem, nursery: trio.Nursery) -> None:
+        self.cell: Cell = system.cell("executor")
+        self.ref: LocalRef[Message] = LocalRef(self.cell)
+        self.scheduler = system.cell("scheduler")
+        self.allocator = system.cell("kv_allocator")
+        self.watcher = system.cell("watcher")
+        self.cell.watch(LocalRef(self.watcher))
+        self.runners: list[Runner] = []
+        self.make_runner: Callable[[], Runner] = Runner
+        self._nursery = nursery
+
+    @property
+    def runner(self) -> Runner:
+        return self.runners[-1]
+
+    async def start(self) -> None:
+        await self._nursery.start(self.cell.run, self._actor)
+
+    async def exited(self) -> ActorExited:
+        exited = await hear(self.watcher)
+        assert isinstance(exited, ActorExited)
+        return exited
+
+    def _actor(self) -> Executor:
+        return Executor(
+            self._make_runner,
+            scheduler=LocalRef(self.scheduler),
+            allocator=LocalRef(self.allocator),
+        )
+
+    def _make_runner(self) -> Runner:
+        runner = self.make_runner()
+        self.runners.append(runner)
+        return runner
+
+
+@asynccontextmanager
+async def lab() -> AsyncGenerator[Lab]:
+    async with open_system() as system, trio.open_nursery() as nursery:
+        the_lab = Lab(system, nursery)
+        yield the_lab
+        await the_lab.cell.stop()
+        nursery.cancel_scope.cancel()
+
+
+async def hear(cell: Cell) -> Any:
+    """Return the next message in a mailbox."""
+    with trio.fail_after(10):
+        await cell.mailbox.wait()
+    letter = cell.mailbox.take_nowait()
+    assert letter is not None
+    return letter.message
+
+
+def admit(row: int = 1) -> Admit:
+    return Admit(
+        row=row,
+        prompt=pack_ids((1, 2, 3)),
+        num_tokens=3,
+        blocks=(0,),
+        sampling=RowSampling(
+            temperature=0.0,
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+            seed=0,
+            max_tokens=9,
+            min_tokens=0,
+            stop_token_ids=(),
+        ),
+    )
+
+
+async def test_it_takes_the_memory_then_tells_the_allocator_then_the_scheduler_what_fits() -> None:
+    async with lab() as one:
+        told: list[str] = []
+
+        async def note(cell: Cell) -> None:
+            room = await hear(cell)
+            assert isinstance(room, DeviceReady)
+            assert room.num_blocks == 64
+            told.append(cell.name)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(note, one.allocator)
+            nursery.start_soon(note, one.scheduler)
+            await one.start()
+        assert told == ["kv_allocator", "scheduler"]
+        assert one.runner.calls == ["load", "allocate", "room"]
+        assert one.cell.status().details == {"device": "script", "loaded": 1, "allocated": 1}
+
+
+async def test_a_step_is_run_and_its_result_told_to_the_scheduler() -> None:
+    async with lab() as one:
+        await one.start()
+        room = await hear(one.scheduler)
+        await one.ref.tell(RunStep(step=1, admits=(admit(),), life=room.life))
+        done = await hear(one.scheduler)
+        assert isinstance(done, StepDone)
+        assert (done.step, done.rows, unpack_ids(done.token_ids)) == (1, (1,), [4])
+
+
+async def test_dropped_rows_are_forgotten_before_the_next_step() -> None:
+    async with lab() as one:
+        await one.start()
+        life = (await hear(one.scheduler)).life
+        await one.ref.tell(RunStep(step=1, admits=(admit(),), life=life))
+        await one.ref.tell(DropRows(rows=(1, 77)))
+        await one.ref.tell(RunStep(step=2, life=life))
+        assert (await hear(one.scheduler)).rows == (1,)
+        assert (await hear(one.scheduler)).rows == ()
+
+
+async def test_an_error_in_a_step_ends_the_life_and_the_next_one_begins_anew() -> None:
+    async with lab() as one:
+        await one.start()
+        first = await hear(one.scheduler)
+        one.runner.breaks_in = "execute"
+        await one.ref.tell(RunStep(step=1, admits=(admit(),), life=first.life))
+        failure = (await one.exited()).failure
+        assert failure is not None
+        assert "broken in execute" in failure.message
+        await one.start()
+        second = await hear(one.scheduler)
+        assert second.life != first.life
+        assert len(one.runners) == 2
+        await one.ref.tell(RunStep(step=2, admits=(admit(row=2),), life=second.life))
+        assert (await hear(one.scheduler)).rows == (2,)
+
+
+async def test_a_step_meant_for_an_earlier_life_is_not_run() -> None:
+    async with lab() as one:
+        await one.start()
+        first = await hear(one.scheduler)
+        one.runner.breaks_in = "drop"
+        await one.ref.tell(DropRows(rows=(1,)))
+        await one.ref.tell(RunStep(step=1, admits=(admit(row=1),), life=first.life))
+        await one.exited()
+        await one.start()  # and finds the step in its mailbox
+        second = await hear(one.scheduler)
+        await one.ref.tell(RunStep(step=2, admits=(admit(row=2),), life=second.life))
+        done = await hear(one.scheduler)
+        assert (done.step, done.rows) == (2, (2,))  # row 1 is not there to use another's blocks
+
+
+@pytest.mark.parametrize("broken", ["load", "allocate", "room"])
+async def test_a_device_that_does_not_start_says_why(broken: str) -> None:
+    async with lab() as one:
+        one.make_runner = lambda: Runner(breaks_in=broken)
+        with pytest.raises(RuntimeError, match=f"broken in {broken}"):
+            await one.start()
+        assert one.cell.state is State.FAILED
+
+
+SUSPENDED = [
+    (KVLevel.DROP, WeightsLevel.KEEP, 2000, {"loaded": 1, "allocated": 0}),
+    (KVLevel.DROP, WeightsLevel.DISCARD, 3000, {"loaded": 0, "allocated": 0}),
+    (KVLevel.KEEP, WeightsLevel.DISCARD, 1000, {"loaded": 0, "allocated": 1}),
+    (KVLevel.KEEP, WeightsLevel.KEEP, 0, {"loaded": 1, "allocated": 1}),
+]
+
+
+@pytest.mark.parametrize(("kv", "weights", "freed", "left"), SUSPENDED)
+async def test_suspending_frees_what_the_levels_name_and_resuming_takes_it_back(
+    kv: KVLevel, weights: WeightsLevel, freed: int, left: dict[str, int]
+) -> None:
+    async with lab() as one:
+        await one.start()
+        await one.ref.ask(Pause())
+        reply: ControlReply = await one.ref.ask(Suspend(kv=kv, weights=weights))
+        assert (reply.state, reply.bytes_freed) == (State.SUSPENDED, freed)
+        assert one.cell.status().details == {"device": "script", **left}
+        again: ControlReply = await one.ref.ask(Suspend(kv=kv, weights=weights))
+        assert (again.done, again.bytes_freed) == (True, 0)
+        resumed: ControlReply = await one.ref.ask(Resume())
+        assert resumed.state is State.PAUSED
+        assert one.cell.status().details == {"device": "script", "loaded": 1, "allocated": 1}
+
+
+async def test_rows_outlive_a_suspension_that_keeps_the_cache() -> None:
+    async with lab() as one:
+        await one.start()
+        life = (await hear(one.scheduler)).life
+        await one.ref.tell(RunStep(step=1, admits=(admit(),), life=life))
+        await hear(one.scheduler)
+        await one.ref.ask(Suspend(kv=KVLevel.KEEP, weights=WeightsLevel.DISCARD))
+        await one.ref.ask(Resume())
+        await one.ref.tell(RunStep(step=2, life=life))
+        assert unpack_ids((await hear(one.scheduler)).token_ids) == [5]
+
+
+@pytest.mark.parametrize(
+    ("levels", "left"),
+    [
+        (Suspend(), {"loaded": 1, "allocated": 0}),
+        (Suspend(weights=WeightsLevel.DISCARD), {"loaded": 0, "allocated": 0}),
+    ],
+)
+async def test_started_while_suspended_it_takes_no_memory_and_says_what_will_fit(
+    levels: Suspend, left: dict[str, int]
+) -> None:
+    async with lab() as one:
+        one.cell.suspended = levels
+        await one.start()
+        assert "allocate" not in one.runner.calls
+        assert one.cell.status().details == {"device": "script", **left}
+        room = await hear(one.scheduler)
+        assert room.num_blocks == 64
+        await one.ref.ask(Resume())
+        assert one.cell.status().details == {"device": "script", "loaded": 1, "allocated": 1}
+        await one.ref.tell(RunStep(step=1, admits=(admit(),), life=room.life))
+        assert (await hear(one.scheduler)).rows == (1,)
+
+
+async def test_memory_that_cannot_be_freed_is_a_failure_and_no_acknowledgement() -> None:
+    class Stuck(Runner):
+        def free_kv(self) -> int:
+            raise RuntimeError("will not go")
+
+    async with lab() as one:
+        one.make_runner = Stuck
+        await one.start()
+        with pytest.raises(ActorFailed, match="will not go"):
+            await one.ref.ask(Suspend())
+
+
+async def test_stopping_waits_for_the_step_in_hand_and_tells_its_result() -> None:
+    entered, let_go = threading.Event(), threading.Event()
+
+    class Slow(Runner):
+        def execute(self, step: RunStep) -> StepDone:
+            entered.set()
+            assert let_go.wait(10)
+            return super().execute(step)
+
+    async with lab() as one:
+        one.make_runner = Slow
+        await one.start()
+        life = (await hear(one.scheduler)).life
+        await one.ref.tell(RunStep(step=1, admits=(admit(),), life=life))
+        await trio.to_thread.run_sync(entered.wait, 10)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one.cell.stop)
+            await wait_all_tasks_blocked()
+            assert one.cell.actor is not None
+            let_go.set()
+        assert isinstance(await hear(one.scheduler), StepDone)
+        assert (await one.exited()).failure is None

@@ -1,0 +1,77 @@
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from callboard.actors.actor import Cell
+from callboard.actors.metrics import Metrics
+from callboard.actors.ref import LocalRef
+from callboard.actors.system import open_system
+from callboard.messages.events import RequestStats, StepStats
+
+
+def step(replica: str = "replica-0", *, num_tokens: int = 10, num_sampled: int = 4) -> StepStats:
+    return StepStats(
+        replica=replica,
+        step=1,
+        num_tokens=num_tokens,
+        num_sampled=num_sampled,
+        running=4,
+        waiting=0,
+        paused=0,
+        free_blocks=7,
+        seconds=0.25,
+    )
+
+
+def request(replica: str = "replica-0", *, first_token_s: float = 0.5) -> RequestStats:
+    return RequestStats(
+        replica=replica,
+        finish="stop",
+        prompt_tokens=3,
+        output_tokens=5,
+        first_token_s=first_token_s,
+        total_s=2.0,
+    )
+
+
+@asynccontextmanager
+async def metrics() -> AsyncGenerator[tuple[Cell, LocalRef[StepStats | RequestStats]]]:
+    async with open_system() as system, trio.open_nursery() as nursery:
+        cell = system.cell("metrics")
+        await nursery.start(cell.run, Metrics)
+        yield cell, LocalRef(cell)
+        nursery.cancel_scope.cancel()
+
+
+async def test_steps_and_requests_are_added_up_over_all_replicas() -> None:
+    async with metrics() as (cell, ref):
+        await ref.tell(step("replica-0"))
+        await ref.tell(step("replica-1", num_tokens=5, num_sampled=1))
+        await ref.tell(request("replica-0", first_token_s=0.5))
+        await ref.tell(request("replica-1", first_token_s=0.25))
+        await wait_all_tasks_blocked()
+        assert cell.status().details == {
+            "steps": 2,
+            "tokens_computed": 15,
+            "tokens_sampled": 5,
+            "step_seconds": 0.5,
+            "requests": 2,
+            "mean_time_to_first_token_s": 0.375,
+        }
+
+
+async def test_before_anything_happened_all_is_zero() -> None:
+    async with metrics() as (cell, _):
+        assert set(cell.status().details.values()) == {0}
+
+
+async def test_a_flood_of_reports_never_makes_the_sender_wait() -> None:
+    async with metrics() as (cell, ref):
+        flood = cell.mailbox.capacity + 500
+        for _ in range(flood):
+            ref.tell_nowait(step())  # raises nothing, though nobody reads meanwhile
+        await wait_all_tasks_blocked()
+        assert cell.status().details["steps"] == flood - 500
+        assert cell.mailbox.statistics().shed == 500

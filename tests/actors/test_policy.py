@@ -1,0 +1,972 @@
+"""The policy beside a real block pool and a device that is as strict about blocks as a real one."""
+
+from array import array
+from collections import defaultdict
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.strategies import DataObject, booleans, data, integers, lists, none, sampled_from
+
+from callboard.actors.kv_allocator import KVAllocator
+from callboard.actors.ledger import Phase, Request
+from callboard.actors.policy import MAX_RETRIES, Advanced, SchedulingPolicy
+from callboard.actors.testing import ScriptedRunner
+from callboard.messages.base import Call, Message, unpack_ids
+from callboard.messages.blocks import BlocksGranted, ReleaseBlocks, ReserveBlocks
+from callboard.messages.errors import RequestError
+from callboard.messages.requests import Delta, FinishReason
+from callboard.messages.sampling import SamplingParams
+from callboard.messages.steps import Admit, DeviceReady, RowFailure, RowId, RunStep, StepDone
+
+EOS = 13
+
+
+def next_token(tokens: list[int]) -> int:
+    """A token that depends on all before it and on their number."""
+    return (sum(tokens) * 31 + tokens[-1] * 7 + len(tokens)) % 97
+
+
+def alone(prompt: Sequence[int], max_tokens: int, stops: Sequence[int] = ()) -> list[int]:
+    """What a request generates when nothing else happens."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < max_tokens:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in stops:
+            break
+    return tokens[len(prompt) :]
+
+
+class Answers:
+    """A ref that keeps what it is told."""
+
+    name = "scheduler"
+
+    def __init__(self) -> None:
+        self.last: Message | None = None
+
+    async def tell(self, message: Message) -> None:
+        self.last = message
+
+    def tell_nowait(self, message: Message) -> None:
+        self.last = message
+
+    async def ask(self, call: Call[Any], *, timeout: float = 5.0) -> Any:
+        raise NotImplementedError
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that waits for nothing."""
+    with pytest.raises(StopIteration):
+        coroutine.send(None)
+
+
+class Replica:
+    """The policy, an allocator and a device, stepped by hand."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_tokens: int = 4,
+        max_rows: int = 8,
+        max_step_tokens: int = 64,
+        max_model_len: int = 200,
+        chunk: int | None = None,
+    ) -> None:
+        self.limits = {
+            "num_blocks": num_blocks,
+            "block_tokens": block_tokens,
+            "max_rows": max_rows,
+            "max_step_tokens": max_step_tokens,
+            "max_model_len": max_model_len,
+        }
+        self.policy = SchedulingPolicy(prefill_chunk_tokens=chunk)
+        self.answers = Answers()
+        self.allocator = KVAllocator(self.answers)
+        self.output: defaultdict[str, list[int]] = defaultdict(list)
+        self.ends: dict[str, Delta] = {}
+        self.arrivals = 0
+        self.runner: ScriptedRunner
+        self.restart()
+
+    def restart(self, *, in_flight: bool = False) -> Advanced:
+        """Put a new device in place of the old one, as a crash and its repair do."""
+        self.runner = ScriptedRunner(next_token, **self.limits)
+        self.runner.load()
+        self.runner.allocate()
+        device = self.runner.room()
+        run(self.allocator.receive(device))
+        return self.apply(self.policy.device_ready(device, in_flight=in_flight))
+
+    def add(
+        self,
+        request_id: str,
+        prompt: int | Sequence[int] = 3,
+        max_tokens: int | None = 5,
+        *,
+        priority: int = 0,
+        stops: tuple[int, ...] = (),
+    ) -> Request:
+        tokens = list(range(1, prompt + 1)) if isinstance(prompt, int) else list(prompt)
+        self.arrivals += 1
+        request = Request(
+            request_id,
+            array("i", tokens),
+            SamplingParams(max_tokens=max_tokens),
+            seed=1,
+            max_tokens=self.policy.check_fits(len(tokens), max_tokens),
+            stop_token_ids=stops,
+            order=(priority, self.arrivals),
+            text=None,
+            accepted_at=0.0,
+            deadline=float("inf"),
+        )
+        self.policy.add(request)
+        return request
+
+    def reserve(self, question: ReserveBlocks) -> BlocksGranted:
+        run(self.allocator.receive(question))
+        assert isinstance(self.answers.last, BlocksGranted)
+        return self.answers.last
+
+    def release(self, rows: Sequence[RowId]) -> None:
+        run(self.allocator.receive(ReleaseBlocks(rows=tuple(rows))))
+
+    def plan(self) -> RunStep | None:
+        """Plan a step; without one, evict."""
+        planned = self.policy.plan(self.reserve(self.policy.propose()))
+        self.release(planned.unused)
+        if planned.step is None:
+            evicted = self.policy.evict()
+            if evicted is not None:
+                self.drop([evicted])
+        return planned.step
+
+    def step(self) -> RunStep | None:
+        """Run a whole round; returns the step, or None where there was none."""
+        step = self.plan()
+        if step is not None:
+            self.finish_step(self.runner.execute(step))
+        return step
+
+    def finish_step(self, done: StepDone) -> Advanced:
+        return self.apply(self.policy.advance(done, now=0.0))
+
+    def drop(self, rows: Sequence[RowId]) -> None:
+        self.runner.drop(tuple(rows))
+        self.release(rows)
+
+    def abort(self, request_id: str) -> None:
+        request = self.policy.ledger.get(request_id)
+        assert request is not None
+        self.apply(self.policy.finish(request, FinishReason.ABORT))
+
+    def apply(self, result: Advanced) -> Advanced:
+        self.runner.drop(tuple(result.dropped))
+        self.release(result.gone)
+        for delta in result.deltas:
+            self.take(delta)
+        return result
+
+    def take(self, delta: Delta) -> None:
+        assert delta.request_id not in self.ends, "a delta behind the terminal one"
+        output = self.output[delta.request_id]
+        assert delta.start == len(output), "a gap, or a token twice"
+        output += unpack_ids(delta.token_ids)
+        if delta.finish is not None:
+            self.ends[delta.request_id] = delta
+
+    def drain(self, most: int = 10_000) -> None:
+        for _ in range(most):
+            if not self.policy.has_work:
+                return
+            self.step()
+        raise AssertionError("no progress")
+
+    @property
+    def free(self) -> int:
+        return int(self.allocator.details()["blocks_free"])
+
+    def phases(self) -> dict[str, Phase]:
+        return {request.request_id: request.phase for request in self.policy.ledger}
+
+    def check_blocks(self) -> None:
+        """Between steps every block is free or held by the row of a living request."""
+        held = {row: len(blocks) for row, blocks in self.allocator._held.items() if blocks}
+        assert self.free + sum(held.values()) == self.limits["num_blocks"]
+        rows = {request.row: request.blocks for request in self.policy.ledger.rows()}
+        assert {row: count for row, count in rows.items() if count} == held
+
+
+def row_of(request: Request) -> RowId:
+    assert request.row is not None
+    return request.row
+
+
+# What fits.
+
+
+def test_a_prompt_as_long_as_the_context_is_refused_with_both_numbers() -> None:
+    replica = Replica(max_model_len=20)
+    with pytest.raises(RequestError, match=r"the prompt has 20 tokens.*may have 20") as caught:
+        replica.policy.check_fits(20, 1)
+    assert caught.value.field == "prompt"
+    assert caught.value.allowed == "1 to 19 tokens"
+
+
+def test_max_tokens_beyond_the_context_is_refused_with_what_would_fit() -> None:
+    replica = Replica(max_model_len=20)
+    with pytest.raises(RequestError, match="15 prompt tokens and max_tokens 6") as caught:
+        replica.policy.check_fits(15, 6)
+    assert caught.value.field == "max_tokens"
+    assert caught.value.allowed == "1 to 5"
+    assert replica.policy.check_fits(15, 5) == 5
+
+
+def test_a_request_the_pool_can_never_hold_is_refused_naming_both_numbers() -> None:
+    replica = Replica(num_blocks=3, block_tokens=4)
+    assert replica.policy.check_fits(5, 8) == 8  # 12 tokens are cached, the 13th never is
+    with pytest.raises(RequestError, match="needs 4 KV blocks of 4 tokens, and the pool has 3"):
+        replica.policy.check_fits(5, 9)
+
+
+def test_max_tokens_is_by_default_what_there_is_room_for() -> None:
+    assert Replica(max_model_len=50).policy.check_fits(20, None) == 30
+    assert Replica(num_blocks=3, block_tokens=4).policy.check_fits(5, None) == 8
+
+
+def test_a_request_runs_up_to_the_last_place_of_the_pool() -> None:
+    replica = Replica(num_blocks=3, block_tokens=4)
+    replica.add("a", 5, None)
+    replica.drain()
+    assert replica.output["a"] == alone(range(1, 6), 8)
+    assert replica.ends["a"].finish is FinishReason.LENGTH
+
+
+def test_a_request_that_has_all_its_tokens_already_is_refused() -> None:
+    policy = Replica().policy
+    assert policy.check_fits(3, 5, delivered=4) == 5
+    with pytest.raises(RequestError, match="5 tokens are delivered already, and max_tokens is 5"):
+        policy.check_fits(3, 5, delivered=5)
+
+
+# A step.
+
+
+def test_a_short_prompt_is_admitted_whole_with_just_its_blocks() -> None:
+    replica = Replica(block_tokens=4)
+    request = replica.add("a", prompt=5)
+    question = replica.policy.propose()
+    assert question.grow == ()
+    assert [asked.count for asked in question.admit] == [2]
+    planned = replica.policy.plan(replica.reserve(question))
+    assert planned.step is not None
+    (admit,) = planned.step.admits
+    assert unpack_ids(admit.prompt) == [1, 2, 3, 4, 5]
+    assert (admit.num_tokens, len(admit.blocks), admit.row) == (5, 2, request.row)
+
+
+def test_a_row_asks_for_a_block_only_when_its_last_one_is_full() -> None:
+    replica = Replica(block_tokens=4)
+    replica.add("a", prompt=3, max_tokens=7)
+    grants = []
+    while (step := replica.step()) is not None:
+        grants.append(len(step.grants))
+        if "a" in replica.ends:
+            break
+    # Cached after each step: 3, 4, 5 (a block more), 6, 7, 8, 9 (another).
+    assert grants == [0, 0, 1, 0, 0, 0, 1]
+
+
+def test_a_prompt_that_fills_its_last_block_needs_one_for_its_first_token() -> None:
+    replica = Replica(block_tokens=4)
+    replica.add("a", prompt=4)
+    replica.step()
+    question = replica.policy.propose()
+    assert [asked.count for asked in question.grow] == [1]
+
+
+def test_decoding_rows_are_served_before_prompts() -> None:
+    replica = Replica(max_step_tokens=10, max_rows=8)
+    for name in "abc":
+        replica.add(name, prompt=2, max_tokens=50)
+    replica.step()
+    replica.add("long", prompt=100)
+    step = replica.step()
+    assert step is not None
+    assert [admit.num_tokens for admit in step.admits] == [7]  # three tokens go to the others
+
+
+def test_a_prompt_longer_than_a_step_is_prefilled_in_parts() -> None:
+    replica = Replica(max_step_tokens=10)
+    replica.add("a", prompt=25, max_tokens=3)
+    steps = [replica.step() for _ in range(3)]
+    assert [step.admits[0].num_tokens for step in steps[:1] if step] == [10]
+    assert [step.continues[0].num_tokens for step in steps[1:] if step] == [10, 5]
+    assert [len(step.continues[0].blocks) for step in steps[1:] if step] == [2, 2]
+    replica.drain()
+    assert replica.output["a"] == alone(range(1, 26), 3)
+
+
+def test_a_chunk_is_no_longer_than_the_limit() -> None:
+    replica = Replica(chunk=4)
+    replica.add("a", prompt=10)
+    replica.add("b", prompt=3)
+    first, second, third = (replica.step() for _ in range(3))
+    assert first is not None
+    assert [admit.num_tokens for admit in first.admits] == [4]
+    assert second is not None
+    assert (len(second.admits), second.continues[0].num_tokens) == (0, 4)
+    assert third is not None
+    assert third.continues[0].num_tokens == 2
+    assert [admit.num_tokens for admit in third.admits] == [3]  # the last part leaves room
+
+
+def test_only_one_prompt_at_a_time_is_prefilled_in_parts() -> None:
+    replica = Replica(max_step_tokens=10)
+    replica.add("a", prompt=15)
+    replica.add("b", prompt=15)
+    replica.step()
+    assert replica.phases() == {"a": Phase.PREFILLING, "b": Phase.WAITING}
+    step = replica.step()
+    assert step is not None
+    assert step.continues[0].num_tokens == 5
+    assert step.admits[0].num_tokens == 5  # b begins where a ends
+    assert replica.phases() == {"a": Phase.DECODING, "b": Phase.PREFILLING}
+
+
+def test_no_more_rows_run_than_there_are_places() -> None:
+    replica = Replica(max_rows=3)
+    for name in "abcde":
+        replica.add(name)
+    step = replica.step()
+    assert step is not None
+    assert len(step.admits) == 3
+    assert replica.policy.counts().waiting == 2
+    replica.drain()
+    assert all(replica.output[name] == alone((1, 2, 3), 5) for name in "abcde")
+
+
+def test_more_rows_than_tokens_of_a_step_never_run() -> None:
+    replica = Replica(max_rows=8, max_step_tokens=3)
+    for name in "abcde":
+        replica.add(name, prompt=2)
+    replica.drain()  # the device checks each step
+    assert all(replica.output[name] == alone((1, 2), 5) for name in "abcde")
+
+
+def test_requests_are_admitted_by_priority_then_by_age() -> None:
+    replica = Replica(max_rows=1)
+    replica.add("late", priority=1)
+    replica.add("first", priority=0)
+    replica.add("second", priority=0)
+    replica.add("urgent", priority=-1)
+    replica.drain()
+    assert list(replica.ends) == ["urgent", "first", "second", "late"]
+
+
+def test_nobody_overtakes_an_older_request_that_does_not_fit() -> None:
+    replica = Replica(num_blocks=4, block_tokens=4)
+    replica.add("running", prompt=7, max_tokens=4)
+    replica.step()
+    replica.add("big", prompt=11, max_tokens=2)
+    replica.add("small", prompt=1, max_tokens=2)
+    replica.step()
+    assert replica.phases()["small"] is Phase.WAITING
+    replica.drain()
+    assert next(iter(replica.ends)) == "running"
+
+
+def test_there_is_work_while_there_are_rows_or_requests_to_admit() -> None:
+    replica = Replica()
+    seen = [replica.policy.has_work]
+    replica.add("a")
+    seen.append(replica.policy.has_work)
+    replica.policy.admitting = False
+    seen.append(replica.policy.has_work)
+    assert seen == [False, True, False]
+
+
+def test_nothing_is_admitted_while_that_is_switched_off() -> None:
+    replica = Replica()
+    replica.add("a", max_tokens=3)
+    replica.step()
+    replica.policy.admitting = False
+    replica.add("b")
+    while replica.policy.has_work:
+        replica.step()
+    assert (list(replica.ends), replica.phases()) == (["a"], {"b": Phase.WAITING})
+
+
+# Too few blocks.
+
+
+def starved_pair() -> Replica:
+    """Two rows that fill the pool; the newer is the first that has no room left."""
+    replica = Replica(num_blocks=4, block_tokens=4)
+    replica.add("old", prompt=1, max_tokens=12)
+    replica.add("new", prompt=4, max_tokens=10)
+    while Phase.STARVED not in replica.phases().values():
+        replica.step()
+    return replica
+
+
+def test_a_row_without_a_block_waits_and_the_others_go_on() -> None:
+    replica = starved_pair()
+    before = {name: len(tokens) for name, tokens in replica.output.items()}
+    (starved,) = [name for name, phase in replica.phases().items() if phase is Phase.STARVED]
+    (running,) = {"old", "new"} - {starved}
+    replica.step()
+    assert len(replica.output[starved]) == before[starved]
+    assert len(replica.output[running]) == before[running] + 1
+    assert replica.policy.counts().paused == 1
+
+
+def test_nothing_is_admitted_while_a_row_starves() -> None:
+    replica = starved_pair()
+    replica.add("small", prompt=1, max_tokens=1)
+    assert replica.policy.propose().admit == ()
+
+
+def test_starved_rows_ask_again_oldest_first() -> None:
+    replica = Replica(num_blocks=3, block_tokens=4)
+    requests = [replica.add(name, prompt=4, max_tokens=4) for name in "abc"]
+    replica.step()  # three prompts fill the pool
+    assert replica.step() is None  # nobody has room: all starve, and the newest is evicted
+    question = replica.policy.propose()
+    assert [asked.row for asked in question.grow] == [request.row for request in requests[:2]]
+    planned = replica.policy.plan(replica.reserve(question))
+    assert planned.step is not None
+    assert [grant.row for grant in planned.step.grants] == [requests[0].row]
+    assert replica.phases() == {"a": Phase.DECODING, "b": Phase.STARVED, "c": Phase.WAITING}
+
+
+def test_when_nothing_can_run_the_newest_row_is_evicted_and_loses_nothing() -> None:
+    replica = Replica(num_blocks=4, block_tokens=4)
+    replica.add("old", prompt=4, max_tokens=9)
+    replica.add("new", prompt=4, max_tokens=9)
+    while replica.step() is not None:
+        pass
+    assert replica.phases()["new"] is Phase.WAITING
+    kept = list(replica.output["new"])
+    assert kept
+    replica.drain()
+    assert replica.output["new"][: len(kept)] == kept
+    for name in ("old", "new"):
+        assert replica.output[name] == alone(range(1, 5), 9)
+
+
+def test_an_evicted_request_comes_back_before_younger_ones() -> None:
+    replica = Replica(num_blocks=4, block_tokens=4)
+    replica.add("old", prompt=4, max_tokens=9)
+    replica.add("new", prompt=4, max_tokens=9)
+    while replica.step() is not None:
+        pass
+    younger = replica.add("younger", prompt=1, max_tokens=1)
+    admitted: list[Admit] = []
+    while replica.policy.has_work:
+        step = replica.step()
+        admitted += step.admits if step is not None else ()
+    assert [len(unpack_ids(admit.prompt)) for admit in admitted] == [9, 1]
+    assert younger.finish_reason is FinishReason.LENGTH
+
+
+def test_the_most_urgent_row_is_never_evicted() -> None:
+    replica = Replica(num_blocks=4, block_tokens=4)
+    replica.add("late but urgent", prompt=4, max_tokens=9, priority=-1)
+    replica.add("early", prompt=4, max_tokens=9)
+    while replica.step() is not None:
+        pass
+    assert replica.phases()["early"] is Phase.WAITING
+    assert replica.phases()["late but urgent"] is not Phase.WAITING
+
+
+def test_a_half_prefilled_row_that_cannot_go_on_is_evicted_for_older_ones() -> None:
+    replica = Replica(num_blocks=4, block_tokens=4, chunk=4)
+    replica.add("old", prompt=4, max_tokens=9)
+    replica.step()
+    replica.add("long", prompt=12, max_tokens=2)
+    replica.drain()
+    assert replica.output["old"] == alone(range(1, 5), 9)
+    assert replica.output["long"] == alone(range(1, 13), 2)
+    assert replica.free == 4
+
+
+def test_without_rows_there_is_nobody_to_evict() -> None:
+    assert Replica().policy.evict() is None
+
+
+# Between the halves of a round.
+
+
+def test_a_request_aborted_before_it_is_planned_gives_its_blocks_back() -> None:
+    replica = Replica()
+    replica.add("a")
+    granted = replica.reserve(replica.policy.propose())
+    replica.abort("a")
+    planned = replica.policy.plan(granted)
+    assert planned.step is None
+    assert planned.unused == list(granted.blocks)
+    replica.release(planned.unused)
+    assert replica.free == 64
+
+
+def test_a_row_aborted_before_it_is_planned_is_not_granted_anything() -> None:
+    replica = Replica(block_tokens=4)
+    request = replica.add("a", prompt=4)
+    replica.step()
+    granted = replica.reserve(replica.policy.propose())
+    row = row_of(request)
+    replica.abort("a")
+    planned = replica.policy.plan(granted)
+    assert (planned.step, planned.unused) == (None, [row])
+    replica.release(planned.unused)  # once more than needed: the row is gone already
+    replica.check_blocks()
+    assert replica.free == 64
+
+
+def test_a_half_prefilled_row_aborted_before_it_is_planned_lets_the_next_begin() -> None:
+    replica = Replica(max_step_tokens=8)
+    replica.add("a", prompt=20)
+    replica.step()
+    replica.add("b", prompt=20)
+    granted = replica.reserve(replica.policy.propose())
+    replica.abort("a")
+    replica.release(replica.policy.plan(granted).unused)
+    step = replica.step()
+    assert step is not None
+    assert [admit.num_tokens for admit in step.admits] == [8]
+    replica.drain()
+    assert replica.output["b"] == alone(range(1, 21), 5)
+
+
+def test_the_result_of_a_row_aborted_during_its_step_changes_nothing() -> None:
+    replica = Replica()
+    replica.add("a")
+    replica.add("b")
+    step = replica.plan()
+    assert step is not None
+    done = replica.runner.execute(step)
+    replica.abort("a")
+    result = replica.finish_step(done)
+    assert [delta.request_id for delta in result.deltas] == ["b"]
+    assert replica.ends["a"].finish is FinishReason.ABORT
+    replica.check_blocks()
+
+
+def test_a_request_aborted_during_its_last_step_ends_once() -> None:
+    replica = Replica()
+    replica.add("a", max_tokens=1)
+    step = replica.plan()
+    assert step is not None
+    done = replica.runner.execute(step)
+    replica.abort("a")
+    result = replica.finish_step(done)
+    assert (result.deltas, result.gone, result.ended) == ([], [], [])
+    assert replica.free == 64
+
+
+def test_a_row_checkpointed_during_its_step_loses_that_token_and_makes_it_again() -> None:
+    replica = Replica()
+    replica.add("a", max_tokens=4)
+    replica.step()
+    step = replica.plan()
+    assert step is not None
+    done = replica.runner.execute(step)
+    replica.drop(replica.policy.checkpoint_all())
+    assert replica.finish_step(done).deltas == []
+    replica.drain()
+    assert replica.output["a"] == alone((1, 2, 3), 4)
+
+
+def test_a_request_that_came_back_as_another_row_is_not_moved_by_its_old_rows_result() -> None:
+    replica = Replica()
+    request = replica.add("a", max_tokens=4)
+    step = replica.plan()
+    assert step is not None
+    old = replica.runner.execute(step)
+    replica.drop(replica.policy.checkpoint_all())
+    again = replica.plan()
+    assert again is not None
+    assert request.row not in old.rows
+    assert replica.finish_step(old).deltas == []
+
+
+# The ends of a request.
+
+
+def test_a_stop_token_ends_a_request_and_is_its_last_token() -> None:
+    replica = Replica()
+    expected = alone((1, 2, 3), 5)
+    replica.add("a", stops=(expected[2],))
+    replica.drain()
+    assert replica.output["a"] == expected[:3]
+    assert replica.ends["a"].finish is FinishReason.STOP
+
+
+def test_a_request_that_ended_on_the_device_is_not_dropped_there_again() -> None:
+    replica = Replica()
+    replica.add("a", max_tokens=1)
+    step = replica.plan()
+    assert step is not None
+    result = replica.finish_step(replica.runner.execute(step))
+    assert (len(result.gone), result.dropped) == (1, [])
+
+
+def test_a_row_that_could_not_be_computed_fails_alone() -> None:
+    replica = Replica()
+    bad = replica.add("bad")
+    replica.add("good")
+    step = replica.plan()
+    assert step is not None
+    done = replica.runner.execute(step)
+    row = row_of(bad)
+    replica.runner.drop((row,))
+    good = [at for at, other in enumerate(done.rows) if other != row]
+    ids = unpack_ids(done.token_ids)
+    replica.finish_step(
+        StepDone(
+            step=done.step,
+            rows=tuple(done.rows[at] for at in good),
+            token_ids=array("i", [ids[at] for at in good]).tobytes(),
+            failed=(RowFailure(row=row, message="not numbers"),),
+        )
+    )
+    end = replica.ends["bad"]
+    assert end.finish is FinishReason.ERROR
+    assert end.failure is not None
+    assert end.failure.message == "not numbers"
+    replica.drain()
+    assert replica.output["good"] == alone((1, 2, 3), 5)
+    assert replica.free == 64
+
+
+class StopsAfter:
+    """A text stream whose stop string is complete after so many tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self.stopped: str | None = None
+        self._left = tokens
+
+    def push(self, token_id: int) -> str:
+        self._left -= 1
+        if self._left == 0:
+            self.stopped = "stop"
+        return f"{token_id} "
+
+    def finish(self) -> str:
+        return ""
+
+
+def test_a_stop_string_ends_a_request_and_takes_its_row_off_the_device() -> None:
+    replica = Replica()
+    request = replica.add("a")
+    request.text = StopsAfter(2)
+    replica.drain()
+    assert replica.output["a"] == alone((1, 2, 3), 2)
+    assert replica.ends["a"].finish is FinishReason.STOP
+    assert replica.free == 64
+    assert not replica.runner._rows
+
+
+def test_a_request_can_be_ended_wherever_it_stands() -> None:
+    for steps in range(4):
+        replica = Replica(chunk=2)
+        replica.add("a", prompt=4, max_tokens=4)
+        for _ in range(steps):
+            replica.step()
+        replica.abort("a")
+        assert replica.ends["a"].finish is FinishReason.ABORT
+        assert replica.free == 64
+        assert not replica.policy.has_work
+
+
+def test_forgetting_all_says_nothing_and_frees_everything() -> None:
+    replica = Replica(max_rows=2)
+    for name in "abc":
+        replica.add(name)
+    replica.step()
+    replica.drop(replica.policy.forget_all())
+    assert replica.ends == {}
+    assert replica.free == 64
+    assert not replica.policy.has_work
+    replica.add("a")  # the ids are free again
+
+
+# The device fails.
+
+
+def test_a_new_device_gets_every_row_again_in_order_with_its_output() -> None:
+    replica = Replica(max_rows=2)
+    for name in "abc":
+        replica.add(name)
+    replica.step()
+    replica.step()
+    replica.restart()
+    step = replica.step()
+    assert step is not None
+    prompts = [unpack_ids(admit.prompt) for admit in step.admits]
+    expected = [1, 2, 3, *alone((1, 2, 3), 2)]
+    assert prompts == [expected, expected]
+    replica.drain()
+    assert all(replica.output[name] == alone((1, 2, 3), 5) for name in "abc")
+    assert replica.free == 64
+
+
+def test_a_step_names_the_life_of_the_device_it_is_for() -> None:
+    policy = SchedulingPolicy()
+    device = DeviceReady(
+        block_tokens=4, num_blocks=9, max_rows=2, max_step_tokens=8, max_model_len=20, life=5
+    )
+    policy.device_ready(device, in_flight=False)
+    policy.add(Replica().add("a"))
+    question = policy.propose()
+    granted = BlocksGranted(step=1, blocks={question.admit[0].row: (0,)}, free=8)
+    planned = policy.plan(granted)
+    assert planned.step is not None
+    assert planned.step.life == 5
+
+
+def test_only_rows_that_ran_when_the_device_failed_are_suspects() -> None:
+    replica = starved_pair()
+    replica.restart(in_flight=True)
+    crashes = {request.request_id: request.crashes for request in replica.policy.ledger}
+    assert sorted(crashes.values()) == [0, 1]
+    replica.restart(in_flight=False)
+    assert crashes == {request.request_id: request.crashes for request in replica.policy.ledger}
+
+
+class Poisonous(Replica):
+    """A device that dies of a request whose prompt begins with 66."""
+
+    def run_until_done(self) -> int:
+        crashes = 0
+        while self.policy.has_work:
+            step = self.plan()
+            if step is None:
+                continue
+            if any(request.prompt[0] == 66 for request in self.policy.ledger.rows()):
+                crashes += 1
+                self.restart(in_flight=True)
+            else:
+                self.finish_step(self.runner.execute(step))
+        return crashes
+
+
+@pytest.mark.parametrize("position", range(5))
+def test_a_request_that_keeps_killing_the_device_fails_alone_and_by_name(position: int) -> None:
+    replica = Poisonous()
+    for index in range(5):
+        prompt = (66, 1) if index == position else (index + 1, 2, 3)
+        replica.add(str(index), prompt)
+    assert replica.run_until_done() == MAX_RETRIES + 1
+    end = replica.ends[str(position)]
+    assert end.finish is FinishReason.ERROR
+    assert end.failure is not None
+    assert end.failure.code == "RequestFailed"
+    assert "4 times" in end.failure.message
+    for index in {*range(5)} - {position}:
+        assert replica.ends[str(index)].finish is FinishReason.LENGTH
+        assert replica.output[str(index)] == alone((index + 1, 2, 3), 5)
+
+
+def test_two_such_requests_fail_and_nobody_else() -> None:
+    replica = Poisonous()
+    for index in range(8):
+        replica.add(str(index), (66, 1) if index in (2, 5) else (index + 1, 2, 3))
+    assert replica.run_until_done() <= 2 * (MAX_RETRIES + 1)
+    failed = [name for name, end in replica.ends.items() if end.finish is FinishReason.ERROR]
+    assert sorted(failed) == ["2", "5"]
+
+
+def test_a_token_clears_a_request_of_suspicion() -> None:
+    replica = Replica()
+    request = replica.add("a", max_tokens=50)
+    for _ in range(3 * MAX_RETRIES):
+        replica.step()
+        replica.restart(in_flight=True)
+        assert request.crashes == 1
+    replica.drain()
+    assert replica.output["a"] == alone((1, 2, 3), 50)
+
+
+def test_a_prompt_prefilled_in_parts_is_not_cleared_by_the_first_of_them() -> None:
+    replica = Replica(max_step_tokens=8)
+    replica.add("a", prompt=20)
+    for _ in range(MAX_RETRIES + 1):
+        replica.step()  # one part goes well, the next does not
+        replica.restart(in_flight=True)
+    assert replica.ends["a"].finish is FinishReason.ERROR
+
+
+def test_after_one_failure_everybody_is_admitted_at_once_again() -> None:
+    replica = Replica()
+    for name in "abcd":
+        replica.add(name)
+    replica.plan()
+    replica.restart(in_flight=True)
+    step = replica.step()
+    assert step is not None
+    assert len(step.admits) == 4
+
+
+def test_what_no_longer_fits_a_new_device_fails_with_the_reason() -> None:
+    replica = Replica(num_blocks=8)
+    replica.add("big", prompt=20)
+    replica.add("small")
+    replica.limits["num_blocks"] = 2
+    replica.restart()
+    assert replica.ends["big"].finish is FinishReason.ERROR
+    failure = replica.ends["big"].failure
+    assert failure is not None
+    assert "needs 6 KV blocks" in failure.message
+    replica.drain()
+    assert replica.output["small"] == alone((1, 2, 3), 5)
+
+
+# Anything, in any order.
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever happens: blocks are conserved, deltas contiguous, and everything drains right."""
+
+    @initialize(
+        num_blocks=integers(2, 12),
+        block_tokens=sampled_from((1, 2, 4)),
+        max_rows=integers(1, 5),
+        max_step_tokens=integers(1, 12),
+        chunk=none() | integers(1, 6),
+    )
+    def begin(
+        self,
+        num_blocks: int,
+        block_tokens: int,
+        max_rows: int,
+        max_step_tokens: int,
+        chunk: int | None,
+    ) -> None:
+        self.replica = Replica(
+            num_blocks=num_blocks,
+            block_tokens=block_tokens,
+            max_rows=max_rows,
+            max_step_tokens=max_step_tokens,
+            max_model_len=40,
+            chunk=chunk,
+        )
+        self.granted: BlocksGranted | None = None
+        self.done: StepDone | None = None
+        self.expected: dict[str, list[int]] = {}
+        self.refused = 0
+
+    @rule(
+        prompt=lists(integers(0, 96), min_size=1, max_size=16),
+        max_tokens=none() | integers(1, 16),
+        priority=integers(-1, 1),
+    )
+    def submit(self, prompt: list[int], max_tokens: int | None, priority: int) -> None:
+        name = f"r{len(self.expected) + self.refused}"
+        try:
+            request = self.replica.add(name, prompt, max_tokens, priority=priority, stops=(EOS,))
+        except RequestError:
+            self.refused += 1
+            return
+        self.expected[name] = alone(prompt, request.max_tokens, (EOS,))
+
+    @precondition(lambda self: len(self.replica.policy.ledger) > 0)
+    @rule(choice=data())
+    def abort(self, choice: DataObject) -> None:
+        open_ids = sorted(request.request_id for request in self.replica.policy.ledger)
+        self.replica.abort(choice.draw(sampled_from(open_ids)))
+
+    @precondition(lambda self: self.replica.policy.has_work and self._idle)
+    @rule()
+    def propose(self) -> None:
+        self.granted = self.replica.reserve(self.replica.policy.propose())
+
+    @precondition(lambda self: self.granted is not None)
+    @rule()
+    def plan(self) -> None:
+        assert self.granted is not None
+        planned = self.replica.policy.plan(self.granted)
+        self.granted = None
+        self.replica.release(planned.unused)
+        if planned.step is not None:
+            self.done = self.replica.runner.execute(planned.step)
+            return
+        evicted = self.replica.policy.evict()
+        if evicted is not None:
+            self.replica.drop([evicted])
+
+    @precondition(lambda self: self.done is not None)
+    @rule()
+    def advance(self) -> None:
+        assert self.done is not None
+        done, self.done = self.done, None
+        self.replica.finish_step(done)
+
+    @precondition(lambda self: self._idle)
+    @rule()
+    def checkpoint(self) -> None:
+        """As SUSPEND does, which is only obeyed between steps."""
+        self.replica.drop(self.replica.policy.checkpoint_all())
+
+    @rule(in_flight=booleans())
+    def restart(self, in_flight: bool) -> None:
+        self.replica.restart(in_flight=in_flight and self.done is not None)
+        self.granted = self.done = None
+
+    @rule(admitting=booleans())
+    def switch_admitting(self, admitting: bool) -> None:
+        self.replica.policy.admitting = admitting
+
+    @invariant()
+    def blocks_are_conserved(self) -> None:
+        if hasattr(self, "replica") and self.granted is None:
+            self.replica.check_blocks()
+
+    @invariant()
+    def counts_add_up(self) -> None:
+        if hasattr(self, "replica"):
+            counts = self.replica.policy.counts()
+            total = counts.waiting + counts.running + counts.paused
+            assert total == len(self.replica.policy.ledger)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "replica"):
+            return
+        if self.granted is not None:
+            self.plan()
+        if self.done is not None:
+            self.advance()
+        self.replica.policy.admitting = True
+        self.replica.drain()
+        self._check_ends()
+
+    def _check_ends(self) -> None:
+        replica = self.replica
+        assert replica.free == replica.limits["num_blocks"]
+        assert set(replica.ends) == set(self.expected)
+        for name, expected in self.expected.items():
+            end, output = replica.ends[name], replica.output[name]
+            if end.finish in (FinishReason.ABORT, FinishReason.ERROR):
+                assert output == expected[: len(output)]
+            else:
+                assert output == expected
+                assert (end.finish is FinishReason.STOP) == (expected[-1] == EOS)
+
+    @property
+    def _idle(self) -> bool:
+        return self.granted is None and self.done is None
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(
+    max_examples=120,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)

@@ -1,0 +1,340 @@
+"""The control state machine: every verb in every state."""
+
+import itertools
+
+import pytest
+
+from callboard.messages.control import (
+    KVLevel,
+    Pause,
+    PauseMode,
+    Resume,
+    State,
+    Stop,
+    Suspend,
+    Unpause,
+    Verb,
+    WeightsLevel,
+)
+from callboard.supervision.lifecycle import Desired, Lifecycle, Plan
+
+PAUSE, UNPAUSE, SUSPEND, RESUME, STOP = Pause(), Unpause(), Suspend(), Resume(), Stop()
+DEEPER = Suspend(weights=WeightsLevel.DISCARD)
+
+NOTHING: tuple[Verb, ...] = ()
+REFUSED = None
+
+# What is relayed for PAUSE, UNPAUSE, SUSPEND, SUSPEND at other levels, RESUME and STOP.
+TABLE: dict[State, tuple[tuple[Verb, ...] | None, ...]] = {
+    State.STARTING: (
+        (PAUSE,),
+        (UNPAUSE,),
+        (PAUSE, SUSPEND),
+        (PAUSE, DEEPER),
+        NOTHING,
+        (STOP,),
+    ),
+    State.RUNNING: ((PAUSE,), NOTHING, (PAUSE, SUSPEND), (PAUSE, DEEPER), NOTHING, (STOP,)),
+    State.PAUSING: (
+        (PAUSE,),
+        (UNPAUSE,),
+        (PAUSE, SUSPEND),
+        (PAUSE, DEEPER),
+        NOTHING,
+        (STOP,),
+    ),
+    State.PAUSED: (NOTHING, (UNPAUSE,), (SUSPEND,), (DEEPER,), NOTHING, (STOP,)),
+    State.UNPAUSING: (
+        (PAUSE,),
+        (UNPAUSE,),
+        (PAUSE, SUSPEND),
+        (PAUSE, DEEPER),
+        (UNPAUSE,),
+        (STOP,),
+    ),
+    State.SUSPENDING: (NOTHING, REFUSED, (SUSPEND,), REFUSED, (RESUME, UNPAUSE), (STOP,)),
+    State.SUSPENDED: (NOTHING, REFUSED, NOTHING, REFUSED, (RESUME, UNPAUSE), (STOP,)),
+    State.RESUMING: (NOTHING, REFUSED, (SUSPEND,), REFUSED, (RESUME, UNPAUSE), (STOP,)),
+    State.STOPPING: (REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, (STOP,)),
+    State.STOPPED: (REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, NOTHING),
+    State.FAILED: (REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED),
+}
+
+VERBS: tuple[Verb, ...] = (PAUSE, UNPAUSE, SUSPEND, DEEPER, RESUME, STOP)
+
+CELLS = [
+    pytest.param(state, verb, wanted, id=f"{state}-{type(verb).__name__}-{number}")
+    for state, row in TABLE.items()
+    for number, (verb, wanted) in enumerate(zip(VERBS, row, strict=True))
+]
+
+
+def obey(tree: Lifecycle, verb: Verb, *, late: Verb | None = None) -> Plan:
+    """Do what a root does with a verb, up to the step of which some part is late."""
+    plan = tree.plan(verb)
+    if plan.refused:
+        return plan
+    tree.accept(verb)
+    for step in plan.relay:
+        tree.begin(step)
+        if step == late:
+            break
+        tree.reach(step)
+    return plan
+
+
+def tree_in(state: State) -> Lifecycle:
+    """Bring a tree to a state in the way a root would."""
+    tree = Lifecycle()
+    if state is State.STARTING:
+        return tree
+    tree.state = State.RUNNING
+    match state:
+        case State.PAUSING:
+            obey(tree, PAUSE, late=PAUSE)
+        case State.PAUSED:
+            obey(tree, PAUSE)
+        case State.UNPAUSING:
+            obey(tree, PAUSE)
+            obey(tree, UNPAUSE, late=UNPAUSE)
+        case State.SUSPENDING:
+            obey(tree, SUSPEND, late=SUSPEND)
+        case State.SUSPENDED:
+            obey(tree, SUSPEND)
+        case State.RESUMING:
+            obey(tree, SUSPEND)
+            obey(tree, RESUME, late=RESUME)
+        case State.STOPPING:
+            obey(tree, STOP, late=STOP)
+        case State.STOPPED:
+            obey(tree, STOP)
+        case State.FAILED:
+            tree.state = State.FAILED
+        case _:
+            pass
+    assert tree.state is state
+    return tree
+
+
+@pytest.mark.parametrize(("state", "verb", "wanted"), CELLS)
+def test_every_verb_means_in_every_state_what_the_table_says(
+    state: State, verb: Verb, wanted: tuple[Verb, ...] | None
+) -> None:
+    plan = tree_in(state).plan(verb)
+
+    assert bool(plan.refused) == (wanted is REFUSED)
+    assert plan.relay == (wanted or NOTHING)
+
+
+@pytest.mark.parametrize(("state", "verb", "wanted"), CELLS)
+def test_a_plan_changes_nothing(state: State, verb: Verb, wanted: tuple[Verb, ...] | None) -> None:
+    tree = tree_in(state)
+
+    assert tree.plan(verb) == tree.plan(verb)
+    assert tree.state is state
+
+
+@pytest.mark.parametrize("state", [State.RUNNING, State.PAUSED, State.SUSPENDED, State.STOPPED])
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_repeated_verb_has_no_further_effect(state: State, verb: Verb) -> None:
+    tree = tree_in(state)
+    if obey(tree, verb).refused:
+        return
+    reached = tree.state
+
+    again = obey(tree, verb)
+
+    assert again == Plan()
+    assert tree.state is reached
+
+
+@pytest.mark.parametrize(
+    ("verb", "step"),
+    [
+        (PAUSE, PAUSE),
+        (SUSPEND, PAUSE),
+        (SUSPEND, SUSPEND),
+        (STOP, STOP),
+    ],
+)
+def test_repeating_a_verb_of_which_a_part_was_late_continues_it(verb: Verb, step: Verb) -> None:
+    tree, undisturbed = tree_in(State.RUNNING), tree_in(State.RUNNING)
+    obey(undisturbed, verb)
+
+    obey(tree, verb, late=step)
+    again = obey(tree, verb)
+
+    assert step in again.relay
+    assert tree.state is undisturbed.state
+
+
+@pytest.mark.parametrize("step", [RESUME, UNPAUSE])
+def test_repeating_a_resume_of_which_a_part_was_late_continues_it(step: Verb) -> None:
+    tree = tree_in(State.SUSPENDED)
+
+    obey(tree, RESUME, late=step)
+    obey(tree, RESUME)
+
+    assert tree.state is State.RUNNING
+
+
+def test_repeating_an_unpause_of_which_a_part_was_late_continues_it() -> None:
+    tree = tree_in(State.UNPAUSING)
+
+    obey(tree, UNPAUSE)
+
+    assert tree.state is State.RUNNING
+
+
+@pytest.mark.parametrize("found", [State.RUNNING, State.PAUSED])
+def test_resume_returns_to_the_state_that_suspend_found(found: State) -> None:
+    tree = tree_in(found)
+
+    obey(tree, SUSPEND)
+    obey(tree, RESUME)
+
+    assert tree.state is found
+
+
+def test_a_pause_that_is_not_reached_yet_when_suspend_comes_is_found_by_resume() -> None:
+    tree = tree_in(State.PAUSING)
+
+    obey(tree, SUSPEND)
+    obey(tree, RESUME)
+
+    assert tree.state is State.PAUSED
+
+
+def test_a_suspend_that_needs_a_second_try_to_pause_does_not_count_as_a_pause() -> None:
+    tree = tree_in(State.RUNNING)
+
+    obey(tree, SUSPEND, late=PAUSE)
+    obey(tree, SUSPEND)
+    obey(tree, RESUME)
+
+    assert tree.state is State.RUNNING
+
+
+def test_a_suspend_that_could_not_even_pause_is_undone_by_resume() -> None:
+    tree = tree_in(State.RUNNING)
+
+    obey(tree, SUSPEND, late=PAUSE)
+    obey(tree, RESUME)
+
+    assert tree.state is State.RUNNING
+
+
+def test_a_pause_while_suspended_does_not_change_what_resume_returns_to() -> None:
+    tree = tree_in(State.SUSPENDED)
+
+    obey(tree, PAUSE)
+    obey(tree, RESUME)
+
+    assert tree.state is State.RUNNING
+
+
+def test_what_suspend_found_is_found_anew_the_next_time() -> None:
+    tree = tree_in(State.PAUSED)
+    for verb in (SUSPEND, RESUME, UNPAUSE, SUSPEND, RESUME):
+        obey(tree, verb)
+
+    assert tree.state is State.RUNNING
+
+
+def test_other_levels_are_refused_with_those_that_hold() -> None:
+    tree = tree_in(State.SUSPENDED)
+
+    refused = tree.plan(Suspend(kv=KVLevel.KEEP)).refused
+
+    assert "kv=drop, weights=keep" in refused
+    assert "resume first" in refused
+
+
+def test_unpause_is_refused_while_suspended_with_what_to_do() -> None:
+    assert "resume first" in tree_in(State.SUSPENDED).plan(UNPAUSE).refused
+
+
+@pytest.mark.parametrize("state", [State.STOPPING, State.STOPPED, State.FAILED])
+def test_a_refusal_at_the_end_names_the_state(state: State) -> None:
+    assert str(state) in tree_in(state).plan(PAUSE).refused
+
+
+@pytest.mark.parametrize("mode", PauseMode)
+def test_a_pause_is_relayed_with_its_mode(mode: PauseMode) -> None:
+    verb = Pause(mode=mode, drain_s=7.0)
+
+    assert tree_in(State.RUNNING).plan(verb).relay == (verb,)
+
+
+# What a part should be, however often it is restarted.
+
+
+@pytest.mark.parametrize(
+    ("verbs", "wanted"),
+    [
+        ((), Desired()),
+        ((PAUSE,), Desired(paused=True)),
+        ((PAUSE, UNPAUSE), Desired()),
+        ((PAUSE, SUSPEND), Desired(paused=True, suspended=SUSPEND)),
+        ((PAUSE, SUSPEND, PAUSE), Desired(paused=True, suspended=SUSPEND)),
+        ((PAUSE, SUSPEND, RESUME), Desired(paused=True)),
+        ((PAUSE, SUSPEND, RESUME, UNPAUSE), Desired()),
+        ((PAUSE, STOP), Desired(paused=True)),
+    ],
+)
+def test_the_desired_state_follows_the_verbs_that_were_sent(
+    verbs: tuple[Verb, ...], wanted: Desired
+) -> None:
+    desired = Desired()
+    for verb in verbs:
+        desired = desired.after(verb)
+
+    assert desired == wanted
+
+
+DESIRED = (
+    Desired(),
+    Desired(paused=True),
+    Desired(paused=True, suspended=SUSPEND),
+    Desired(paused=True, suspended=DEEPER),
+)
+
+
+class Part:
+    """A part of a tree that takes note; it is born without memory where that is desired."""
+
+    def __init__(self, born: Desired, *, is_paused: bool) -> None:
+        self.is_paused = is_paused
+        self.memory = born.suspended is None
+
+    def obey(self, verb: Verb) -> None:
+        match verb:
+            case Pause():
+                self.is_paused = True
+            case Unpause():
+                self.is_paused = False
+            case Suspend():
+                assert self.is_paused, "memory is not taken from what runs"
+                self.memory = False
+            case Resume():
+                self.memory = True
+            case Stop():
+                raise AssertionError("nothing is stopped to bring it somewhere")
+
+
+@pytest.mark.parametrize(("born", "desired"), list(itertools.product(DESIRED, DESIRED)))
+@pytest.mark.parametrize("is_paused_at_birth", [False, True])
+def test_the_path_leads_from_whatever_a_part_was_born_as_to_what_is_desired(
+    born: Desired, desired: Desired, is_paused_at_birth: bool
+) -> None:
+    part = Part(born, is_paused=born.paused and is_paused_at_birth)
+
+    for verb in desired.path(born):
+        part.obey(verb)
+
+    assert part.is_paused == desired.paused
+    assert part.memory == (desired.suspended is None)
+
+
+def test_a_part_that_should_run_and_was_born_so_needs_no_verb() -> None:
+    assert Desired().path(Desired()) == ()
