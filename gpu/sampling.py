@@ -4,14 +4,20 @@ Order, as in vLLM: bans (minimum tokens); then, in rows with a temperature, temp
 top-k, and top-p over what those left. Temperature 0 is greedy and is never divided by. Tokens tied
 with the last one that top-k or top-p keeps are all kept, so nothing hangs on how ties are sorted.
 
-A draw is by inverse CDF, with one uniform per row hashed from (seed, position) and nothing else;
-the Gumbel trick would need one per vocabulary entry. Sums of floats depend on their order, which
-kernels choose by batch shape; so probabilities are first cut to whole multiples of 2^-40 and then
-summed as int64, where every order gives the same sum. Only softmax and max are left to floating
-point, and they work on each row by itself.
+A draw is a race: token i finishes after E / weight_i with E exponential, and the first wins, which
+happens with its probability. (It is the Gumbel trick without its outer logarithm.) Inverse CDF
+would do with one uniform a row, but moves with every tiny change of the logits, of which a row
+that is recomputed in another batch has some: each boundary between two of 50,000 tokens would be a
+place where another token comes out. In a race another one wins only where two finish together. It
+is run in two rounds, between groups of tokens, then within the winning group, so that a row takes
+a few hundred exponentials, hashed from (seed, position, runner) and nothing else.
+
+Sums of floats depend on their order, which kernels choose by batch shape; so probabilities are
+first cut to whole multiples of 2^-40 and then summed as int64, where every order gives the same
+sum. Only softmax and max are left to floating point, and they work on each row by itself.
 
 Letters: R rows, S rows that are sampled (not greedy), V vocabulary, K likeliest tokens, B bans,
-D values of a digit.
+D values of a digit, N runners of a race, G groups of tokens.
 """
 
 from collections.abc import Sequence
@@ -33,6 +39,10 @@ _PIECE_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
 _DIGIT_BITS = 11
 _DIGIT_SHIFTS = (22, 11, 0)
 """A float32 that is not negative has 31 bits, read as three digits from the left."""
+
+_GROUP_TOKENS = 256
+_WITHIN_GROUP = 2**32
+"""Where the runners' numbers of the second round begin; those of the first are below."""
 
 Numbers = Sequence[float] | npt.NDArray[np.generic] | Tensor
 
@@ -158,14 +168,14 @@ def top_logprobs(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return token_ids_RK, _logprobs(logits_RV, top_RK)
 
 
-def uniforms(seed_S: Tensor, position_S: Tensor) -> Tensor:
-    """Return float64 numbers in [0, 1) that depend on (seed, position) only, on every device.
+def uniforms(seed_S: Tensor, position_S: Tensor, runner_SN: Tensor) -> Tensor:
+    """Return float64 [S, N] in (0, 1) by (seed, position, runner) only, the same on every device.
 
-    The generator SplitMix64, entered at output number `position` from a state hashed from the seed.
+    The generator SplitMix64, entered at output `runner` from a state hashed from the other two.
     """
-    hash_S = _mix64(_mix64(seed_S + _GAMMA) + (position_S + 1) * _GAMMA)
-    # 52 bits, not 53: a product with a total below 2^41 can then not be rounded up to that total.
-    return _shift_right(hash_S, 12).double() * 2.0**-52
+    state_S = _mix64(_mix64(seed_S + _GAMMA) + (position_S + 1) * _GAMMA)
+    hash_SN = _mix64(state_S[:, None] + (runner_SN + 1) * _GAMMA)
+    return (_shift_right(hash_SN, 12).double() + 0.5) * 2.0**-52
 
 
 def _copy(numbers: Numbers, dtype: torch.dtype) -> Tensor:
@@ -192,18 +202,17 @@ def _logprobs(logits_RV: Tensor, chosen_RK: Tensor) -> Tensor:
 
 def _draw(logits_RV: Tensor, peak_R: Tensor, rows: SamplingRows) -> Tensor:
     """Draw a token for each sampled row, [S]; a bad row gets any id of the vocabulary."""
-    uniform_S = uniforms(rows.seed_S, rows.position_S)
     row_elements = max(logits_RV.shape[-1], 2**_DIGIT_BITS)
     piece = max(1, _PIECE_ELEMENTS[logits_RV.device.type] // row_elements)
     drawn = []
-    for start in range(0, len(uniform_S), piece):
+    for start in range(0, len(rows.sampled_rows_S), piece):
         part = slice(start, start + piece)
         row_S = rows.sampled_rows_S[part]
         # Nothing is above 0 once the peak is taken off: no temperature is too small to divide by.
         scaled_SV = logits_RV[row_S].sub_(peak_R[row_S, None])
         scaled_SV.div_(rows.temperature_S[part, None])
         weights_SV = _filtered_weights(torch.softmax(scaled_SV, dim=-1), rows, part)
-        drawn.append(_invert_cdf(weights_SV, uniform_S[part]))
+        drawn.append(_race(weights_SV, rows.seed_S[part], rows.position_S[part]))
     return torch.cat(drawn)
 
 
@@ -225,15 +234,25 @@ def _filtered_weights(probs_SV: Tensor, rows: SamplingRows, part: slice) -> Tens
     return weights_SV
 
 
-def _invert_cdf(weights_SV: Tensor, uniform_S: Tensor) -> Tensor:
-    """Return each row's first token at which the cumulative weight exceeds uniform * total.
+def _race(weights_SV: Tensor, seed_S: Tensor, position_S: Tensor) -> Tensor:
+    """Return the token that wins each row's race; never one of weight 0 where another has more."""
+    num_rows, num_tokens = weights_SV.shape
+    padding = -num_tokens % _GROUP_TOKENS
+    grouped_SGN = torch.nn.functional.pad(weights_SV, (0, padding)).view(
+        num_rows, -1, _GROUP_TOKENS
+    )
+    group_G = torch.arange(grouped_SGN.shape[1], device=weights_SV.device)
+    group_S = _first(grouped_SGN.sum(dim=-1), uniforms(seed_S, position_S, group_G[None, :]))
+    member_N = torch.arange(_GROUP_TOKENS, device=weights_SV.device)
+    token_SN = group_S[:, None] * _GROUP_TOKENS + member_N
+    members_SN = grouped_SGN[torch.arange(num_rows, device=weights_SV.device), group_S]
+    member_S = _first(members_SN, uniforms(seed_S, position_S, _WITHIN_GROUP + token_SN))
+    return (group_S * _GROUP_TOKENS + member_S).clamp_(max=num_tokens - 1)
 
-    Its own weight is above 0, since the cumulative weight rises there: no masked token is drawn.
-    """
-    cumulative_SV = weights_SV.cumsum(dim=-1)
-    target_S1 = (cumulative_SV[:, -1:] * uniform_S[:, None]).to(torch.int64)
-    token_ids_S = torch.searchsorted(cumulative_SV, target_S1, right=True).squeeze(-1)
-    return token_ids_S.clamp_(max=weights_SV.shape[-1] - 1)
+
+def _first(weights_SN: Tensor, uniform_SN: Tensor) -> Tensor:
+    """Return who finishes first when runner i takes an exponential time of rate weight i."""
+    return (-uniform_SN.log() / weights_SN.double()).argmin(dim=-1)
 
 
 def _threshold(values_SV: Tensor, amounts_SV: Tensor, need_S: Tensor) -> Tensor:

@@ -372,8 +372,15 @@ class Engine:
 
     async def _run(self, nursery: trio.Nursery, timeout: float) -> Welcome:
         self._nursery = nursery
-        nursery.start_soon(self._connection.run)
+        nursery.start_soon(self._read)
         return await self._connection.wait_welcome(timeout)
+
+    async def _read(self) -> None:
+        try:
+            await self._connection.run()
+        finally:
+            # Cancelled with its user, it must not leave streams waiting for their end.
+            self._close()
 
     def _close(self) -> None:
         self._closed = True

@@ -47,12 +47,13 @@ async def main() -> None:
 
         await nursery.start(live)
         await divider.tell(Note(number=42))
-        print(await divider.ask(Divide(by=6)))
+        before = await divider.ask(Divide(by=6))
         try:
             await divider.ask(Divide(by=0))
         except ActorFailed as error:
             print(error)
-        print(await divider.ask(Divide(by=6)))
+        after = await divider.ask(Divide(by=6))
+        print(before, after)
         await top.stop()
 
 

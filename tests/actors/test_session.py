@@ -33,12 +33,19 @@ from callboard.actors.transport import (
 )
 from callboard.actors.zmq_socket import open_zmq_context
 from callboard.messages.base import Call, Message
-from callboard.messages.codec import decode_body, decode_frame, encode_body, encode_frame, schema_hash
+from callboard.messages.codec import (
+    decode_body,
+    decode_frame,
+    encode_body,
+    encode_frame,
+    schema_hash,
+)
 from callboard.messages.envelope import Envelope
 from callboard.messages.errors import (
     ActorStopped,
     CallboardError,
     DeadlineExceeded,
+    Failure,
     ProtocolMismatch,
     RequestError,
     Unreachable,
@@ -251,7 +258,7 @@ async def running(network: Network) -> AsyncGenerator[World]:
 
 
 @pytest.fixture
-async def world(autojump_clock: MockClock) -> AsyncIterator[World]:
+async def world() -> AsyncIterator[World]:
     async with running(MemoryNetwork()) as world:
         yield world
 
@@ -259,7 +266,7 @@ async def world(autojump_clock: MockClock) -> AsyncIterator[World]:
 # The handshake.
 
 
-async def test_both_sides_hear_who_is_there(world: World) -> None:
+async def test_both_sides_hear_who_is_there(autojump_clock: MockClock, world: World) -> None:
     pair = await world.pair()
     (joined,) = pair.at_listener.events
     assert isinstance(joined, Joined)
@@ -272,7 +279,9 @@ async def test_both_sides_hear_who_is_there(world: World) -> None:
     assert pair.listener.hello(b"somebody else") is None
 
 
-async def test_another_protocol_version_is_unwelcome(world: World) -> None:
+async def test_another_protocol_version_is_unwelcome(
+    autojump_clock: MockClock, world: World
+) -> None:
     world.listener(mail := Mail())
     answer = await world.raw().hello(version=2)
     assert isinstance(answer, Unwelcome)
@@ -281,23 +290,27 @@ async def test_another_protocol_version_is_unwelcome(world: World) -> None:
     assert mail.events == []
 
 
-async def test_other_message_types_are_unwelcome_and_both_are_named(world: World) -> None:
+async def test_other_message_types_are_unwelcome_and_both_are_named(
+    autojump_clock: MockClock, world: World
+) -> None:
     world.listener(Mail())
-    connection = world.connection(Mail(), inbox=Note)
-    here, there = schema_hash(ToServer, ToClient), schema_hash(ToServer, Note)
+    connection = world.connection(Mail(), inbox=Note | Secret)
+    here, there = schema_hash(ToServer, ToClient), schema_hash(ToServer, Note, Secret)
     with pytest.raises(ProtocolMismatch, match=f"client: {here} here, {there} there"):
         await connection.wait_welcome()
     assert not connection.present
 
 
-async def test_a_role_nobody_expects_is_unwelcome(world: World) -> None:
+async def test_a_role_nobody_expects_is_unwelcome(autojump_clock: MockClock, world: World) -> None:
     world.listener(Mail())
     connection = world.connection(Mail(), role=Role.OPERATOR)
     with pytest.raises(ProtocolMismatch, match="server takes no operator"):
         await connection.wait_welcome()
 
 
-async def test_whoever_speaks_another_wire_is_told_at_once(world: World) -> None:
+async def test_whoever_speaks_another_wire_is_told_at_once(
+    autojump_clock: MockClock, world: World
+) -> None:
     """The envelope itself may be of another version; then no Hello can be read in it."""
     server = world.network.listen(ENDPOINT, max_frame_bytes=2**26)
     connection = world.connection(Mail())
@@ -311,19 +324,14 @@ async def test_whoever_speaks_another_wire_is_told_at_once(world: World) -> None
 
 
 async def refuse_all(server: ServerPort) -> None:
-    failure = FrameRefused(failure=WireError_("only version 7"))
+    refused = FrameRefused(failure=Failure.of(WireError("only version 7")))
     while True:
         for key, _ in await server.receive():
-            server.send_nowait(key, encode_frame(encode_body(failure), message_id=1))
-
-
-def WireError_(message: str) -> Any:
-    from callboard.messages.errors import Failure
-
-    return Failure.of(WireError(message))
+            server.send_nowait(key, encode_frame(encode_body(refused), message_id=1))
 
 
 async def test_a_server_that_talks_nonsense_is_told_from_one_that_is_not_there(
+    autojump_clock: MockClock,
     world: World,
 ) -> None:
     server = world.network.listen(ENDPOINT, max_frame_bytes=2**26)
@@ -340,7 +348,9 @@ async def test_a_server_that_talks_nonsense_is_told_from_one_that_is_not_there(
     assert connection.frames_refused == 1
 
 
-async def test_nobody_there_is_unreachable_after_the_timeout(world: World) -> None:
+async def test_nobody_there_is_unreachable_after_the_timeout(
+    autojump_clock: MockClock, world: World
+) -> None:
     connection = world.connection(Mail())
     began = trio.current_time()
     with pytest.raises(Unreachable, match="nobody answers at memory://server"):
@@ -348,7 +358,7 @@ async def test_nobody_there_is_unreachable_after_the_timeout(world: World) -> No
     assert trio.current_time() - began == pytest.approx(3.0)
 
 
-async def test_a_hello_that_was_lost_is_said_again(world: World) -> None:
+async def test_a_hello_that_was_lost_is_said_again(autojump_clock: MockClock, world: World) -> None:
     deaf = world.network.listen(ENDPOINT, max_frame_bytes=2**26)
     connection = world.connection(Mail())
     async with trio.open_nursery() as nursery:
@@ -359,7 +369,9 @@ async def test_a_hello_that_was_lost_is_said_again(world: World) -> None:
     assert connection.present
 
 
-async def test_the_same_hello_again_is_the_same_session(world: World) -> None:
+async def test_the_same_hello_again_is_the_same_session(
+    autojump_clock: MockClock, world: World
+) -> None:
     world.listener(mail := Mail())
     raw = world.raw()
     first, second = await raw.hello(), await raw.hello()
@@ -367,15 +379,17 @@ async def test_the_same_hello_again_is_the_same_session(world: World) -> None:
     assert mail.kinds == ["Joined"]
 
 
-async def test_a_new_incarnation_is_a_new_session(world: World) -> None:
+async def test_a_new_incarnation_is_a_new_session(autojump_clock: MockClock, world: World) -> None:
     world.listener(mail := Mail())
     raw = world.raw()
     first, second = await raw.hello(), await raw.hello(incarnation=2)
     assert first.session != second.session
+    await mail.joined(2)
     assert mail.kinds == ["Joined", "Joined"]
 
 
 async def test_the_welcome_comes_before_anything_the_actor_says_to_who_joined(
+    autojump_clock: MockClock,
     world: World,
 ) -> None:
     class Eager(Mail):
@@ -389,7 +403,9 @@ async def test_the_welcome_comes_before_anything_the_actor_says_to_who_joined(
     assert await raw.hear() == Note(number=1)
 
 
-async def test_a_stranger_that_says_anything_else_is_asked_who_it_is(world: World) -> None:
+async def test_a_stranger_that_says_anything_else_is_asked_who_it_is(
+    autojump_clock: MockClock, world: World
+) -> None:
     listener = world.listener(mail := Mail())
     raw = world.raw()
     for message in (Note(number=1), Ping(), Pong(), Credit(taken=5), Bye(), Secret()):
@@ -401,7 +417,9 @@ async def test_a_stranger_that_says_anything_else_is_asked_who_it_is(world: Worl
 # What is said.
 
 
-async def test_what_is_said_arrives_in_order_on_both_sides(world: World) -> None:
+async def test_what_is_said_arrives_in_order_on_both_sides(
+    autojump_clock: MockClock, world: World
+) -> None:
     pair = await world.pair()
     for number in range(3 * WINDOW):
         await pair.connection.send(Note(number=number))
@@ -412,13 +430,17 @@ async def test_what_is_said_arrives_in_order_on_both_sides(world: World) -> None
     assert pair.at_connection.numbers == [-number for number in range(3 * WINDOW)]
 
 
-async def test_saying_something_to_a_stranger_is_not_possible(world: World) -> None:
+async def test_saying_something_to_a_stranger_is_not_possible(
+    autojump_clock: MockClock, world: World
+) -> None:
     pair = await world.pair()
     assert not pair.listener.send(b"stranger", Note(number=1))
     assert not pair.listener.answer(b"stranger", 1, 2)
 
 
-async def test_what_is_too_large_for_a_frame_is_the_senders_error(world: World) -> None:
+async def test_what_is_too_large_for_a_frame_is_the_senders_error(
+    autojump_clock: MockClock, world: World
+) -> None:
     listener = world.listener(Mail(), max_frame_bytes=100)
     raw = world.raw()
     await raw.hello()
@@ -453,30 +475,24 @@ GARBAGE = {
     "an unknown message": envelope(msgspec.msgpack.encode(["Fireworks", 1])),
     "a field too few": envelope(msgspec.msgpack.encode(["Note"])),
     "a field of another type": envelope(msgspec.msgpack.encode(["Note", "one"])),
-    "a number too large": envelope(b"\x92\xa4Note\xcf" + b"\xff" * 8),
     "a body within bodies": envelope(NESTED),
     "an envelope within envelopes": NESTED,
     "what a replica says": envelope(encode_body(Secret())),
     "what a server says": envelope(encode_body(WhoAreYou())),
-    "a hello of no role": envelope(
-        msgspec.msgpack.encode(["Hello", 1, "god", "me", 1, "schema"])
-    ),
+    "a hello of no role": envelope(msgspec.msgpack.encode(["Hello", 1, "god", "me", 1, "schema"])),
     "a credit of text": envelope(msgspec.msgpack.encode(["Credit", "much"])),
 }
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
 async def test_garbage_is_refused_by_type_and_counted_and_changes_nothing(
-    world: World, kind: str
+    autojump_clock: MockClock, world: World, kind: str
 ) -> None:
     listener = world.listener(mail := Mail())
     raw = world.raw()
     await raw.hello()
     await raw.port.send(GARBAGE[kind])
     answer = await raw.hear()
-    if kind == "a number too large":
-        assert listener.frames_refused == 0 or isinstance(answer, FrameRefused)
-        return
     assert isinstance(answer, FrameRefused)
     assert answer.failure.code == "WireError"
     assert listener.frames_refused == 1
@@ -485,7 +501,7 @@ async def test_garbage_is_refused_by_type_and_counted_and_changes_nothing(
     assert mail.kinds == ["Joined", "Said"]
 
 
-async def test_a_frame_over_the_limit_is_refused(world: World) -> None:
+async def test_a_frame_over_the_limit_is_refused(autojump_clock: MockClock, world: World) -> None:
     listener = world.listener(Mail(), max_frame_bytes=200)
     raw = world.raw()
     await raw.hello()
@@ -496,7 +512,9 @@ async def test_a_frame_over_the_limit_is_refused(world: World) -> None:
     assert listener.frames_refused == 1
 
 
-async def test_garbage_from_a_stranger_is_refused_too(world: World) -> None:
+async def test_garbage_from_a_stranger_is_refused_too(
+    autojump_clock: MockClock, world: World
+) -> None:
     listener = world.listener(mail := Mail())
     raw = world.raw()
     await raw.port.send(b"\xff")
@@ -505,7 +523,9 @@ async def test_garbage_from_a_stranger_is_refused_too(world: World) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-async def test_whatever_bytes_come_the_others_do_not_notice(world: World, seed: int) -> None:
+async def test_whatever_bytes_come_the_others_do_not_notice(
+    autojump_clock: MockClock, world: World, seed: int
+) -> None:
     """Frames with bytes changed, cut and doubled, from strangers and from peers."""
     rng = random.Random(seed)
     pair = await world.pair()
@@ -534,7 +554,9 @@ async def test_whatever_bytes_come_the_others_do_not_notice(world: World, seed: 
 
 
 @pytest.mark.parametrize("kind", ["nothing", "text", "an unknown message", "a torn frame"])
-async def test_a_connection_counts_a_servers_garbage_and_goes_on(world: World, kind: str) -> None:
+async def test_a_connection_counts_a_servers_garbage_and_goes_on(
+    autojump_clock: MockClock, world: World, kind: str
+) -> None:
     server = world.network.listen(ENDPOINT, max_frame_bytes=2**26)
     connection = world.connection(mail := Mail())
     async with trio.open_nursery() as nursery:
@@ -555,7 +577,9 @@ async def test_a_connection_counts_a_servers_garbage_and_goes_on(world: World, k
 # Credit.
 
 
-async def test_no_more_than_a_window_is_under_way_until_credit_comes(world: World) -> None:
+async def test_no_more_than_a_window_is_under_way_until_credit_comes(
+    autojump_clock: MockClock, world: World
+) -> None:
     listener = world.listener(mail := Mail())
     raw = world.raw()
     await raw.hello()
@@ -571,7 +595,9 @@ async def test_no_more_than_a_window_is_under_way_until_credit_comes(world: Worl
     assert [note.number for note in heard] == list(range(WINDOW + 100))
 
 
-async def test_credit_that_goes_back_or_comes_twice_changes_nothing(world: World) -> None:
+async def test_credit_that_goes_back_or_comes_twice_changes_nothing(
+    autojump_clock: MockClock, world: World
+) -> None:
     listener = world.listener(mail := Mail())
     raw = world.raw()
     await raw.hello()
@@ -583,7 +609,9 @@ async def test_credit_that_goes_back_or_comes_twice_changes_nothing(world: World
     assert await raw.waiting() == WINDOW + 50
 
 
-async def test_a_taker_tells_its_credit_four_times_a_window(world: World) -> None:
+async def test_a_taker_tells_its_credit_four_times_a_window(
+    autojump_clock: MockClock, world: World
+) -> None:
     world.listener(mail := Mail())
     raw = world.raw()
     await raw.hello()
@@ -595,6 +623,7 @@ async def test_a_taker_tells_its_credit_four_times_a_window(world: World) -> Non
 
 
 async def test_a_peer_that_takes_nothing_is_given_up_and_what_waits_for_it_is_bounded(
+    autojump_clock: MockClock,
     world: World,
 ) -> None:
     listener = world.listener(mail := Mail())
@@ -610,7 +639,9 @@ async def test_a_peer_that_takes_nothing_is_given_up_and_what_waits_for_it_is_bo
     assert listener.hello(key) is None
 
 
-async def test_a_peer_that_was_given_up_stays_so_whatever_it_says_next(world: World) -> None:
+async def test_a_peer_that_was_given_up_stays_so_whatever_it_says_next(
+    autojump_clock: MockClock, world: World
+) -> None:
     listener = world.listener(mail := Mail())
     raw = world.raw()
     await raw.hello()
@@ -625,7 +656,9 @@ async def test_a_peer_that_was_given_up_stays_so_whatever_it_says_next(world: Wo
     assert heard[-2:] == [WhoAreYou(), WhoAreYou()]
 
 
-async def test_a_peer_that_was_given_up_has_left_before_it_joins_again(world: World) -> None:
+async def test_a_peer_that_was_given_up_has_left_before_it_joins_again(
+    autojump_clock: MockClock, world: World
+) -> None:
     listener = world.listener(mail := Mail())
     raw = world.raw()
     await raw.hello()
@@ -637,7 +670,9 @@ async def test_a_peer_that_was_given_up_has_left_before_it_joins_again(world: Wo
     assert mail.kinds == ["Joined", "Left", "Joined"]
 
 
-async def test_a_sender_waits_for_credit_and_goes_on_in_order(world: World) -> None:
+async def test_a_sender_waits_for_credit_and_goes_on_in_order(
+    autojump_clock: MockClock, world: World
+) -> None:
     pair = await world.pair()
     pair.at_listener.open = trio.Event()  # the listener's actor takes nothing
     async with trio.open_nursery() as nursery:
@@ -654,13 +689,15 @@ async def test_a_sender_waits_for_credit_and_goes_on_in_order(world: World) -> N
 
 
 async def test_a_sender_that_does_not_wait_fills_the_outbox_and_ends_the_session(
+    autojump_clock: MockClock,
     world: World,
 ) -> None:
     pair = await world.pair()
     pair.at_listener.open = trio.Event()
+    for number in range(WINDOW + OUTBOX):
+        pair.connection.send_nowait(Note(number=number))
     with pytest.raises(Unreachable, match="takes no messages"):
-        for number in range(WINDOW + OUTBOX + 1):
-            pair.connection.send_nowait(Note(number=number))
+        pair.connection.send_nowait(Note(number=-1))
     assert not pair.connection.present
     pair.at_listener.open.set()
     assert "takes no messages" in await pair.at_connection.left()
@@ -675,14 +712,14 @@ async def answer_questions(listener: Listener, mail: Mail, answer: object) -> No
     listener.answer(said.peer, said.message_id, answer)
 
 
-async def test_a_question_is_answered(world: World) -> None:
+async def test_a_question_is_answered(autojump_clock: MockClock, world: World) -> None:
     pair = await world.pair()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(answer_questions, pair.listener, pair.at_listener, 42)
         assert await pair.connection.ask(Question(number=1), timeout=5) == 42
 
 
-async def test_an_answer_may_be_an_error(world: World) -> None:
+async def test_an_answer_may_be_an_error(autojump_clock: MockClock, world: World) -> None:
     pair = await world.pair()
     error = RequestError("no such thing", field="number", allowed="2")
     async with trio.open_nursery() as nursery:
@@ -692,7 +729,9 @@ async def test_an_answer_may_be_an_error(world: World) -> None:
     assert (caught.value.field, caught.value.allowed) == ("number", "2")
 
 
-async def test_an_answer_of_another_type_is_an_error_at_who_asked(world: World) -> None:
+async def test_an_answer_of_another_type_is_an_error_at_who_asked(
+    autojump_clock: MockClock, world: World
+) -> None:
     pair = await world.pair()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(answer_questions, pair.listener, pair.at_listener, "many")
@@ -701,7 +740,9 @@ async def test_an_answer_of_another_type_is_an_error_at_who_asked(world: World) 
     assert pair.connection.present
 
 
-async def test_a_question_nobody_answers_fails_at_its_deadline(world: World) -> None:
+async def test_a_question_nobody_answers_fails_at_its_deadline(
+    autojump_clock: MockClock, world: World
+) -> None:
     pair = await world.pair()
     began = trio.current_time()
     with pytest.raises(DeadlineExceeded, match="no answer to Question in 5 s"):
@@ -712,7 +753,9 @@ async def test_a_question_nobody_answers_fails_at_its_deadline(world: World) -> 
     await pair.at_listener.said(2)
 
 
-async def test_the_time_left_for_an_answer_travels_with_the_question(world: World) -> None:
+async def test_the_time_left_for_an_answer_travels_with_the_question(
+    autojump_clock: MockClock, world: World
+) -> None:
     pair = await world.pair()
     with pytest.raises(DeadlineExceeded):
         await pair.connection.ask(Question(number=1), timeout=5)
@@ -722,7 +765,7 @@ async def test_the_time_left_for_an_answer_travels_with_the_question(world: Worl
     assert note.timeout_s is None
 
 
-async def test_a_server_can_ask_too(world: World) -> None:
+async def test_a_server_can_ask_too(autojump_clock: MockClock, world: World) -> None:
     pair = await world.pair()
 
     async def answer() -> None:
@@ -734,7 +777,9 @@ async def test_a_server_can_ask_too(world: World) -> None:
         assert await pair.listener.ask(pair.key, Question(number=1), timeout=5) == 42
 
 
-async def test_asking_a_stranger_or_without_a_session_fails_at_once(world: World) -> None:
+async def test_asking_a_stranger_or_without_a_session_fails_at_once(
+    autojump_clock: MockClock, world: World
+) -> None:
     pair = await world.pair()
     with pytest.raises(ActorStopped):
         await pair.listener.ask(b"stranger", Question(number=1), timeout=5)
@@ -751,7 +796,9 @@ async def ask_until_it_fails(ask: Callable[[], Any], failed: list[CallboardError
 
 
 @pytest.mark.parametrize("who", ["connection", "listener"])
-async def test_questions_fail_at_once_when_the_one_asked_leaves(world: World, who: str) -> None:
+async def test_questions_fail_at_once_when_the_one_asked_leaves(
+    autojump_clock: MockClock, world: World, who: str
+) -> None:
     pair, failed = await world.pair(), list[CallboardError]()
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
@@ -772,7 +819,7 @@ async def test_questions_fail_at_once_when_the_one_asked_leaves(world: World, wh
     assert trio.current_time() == began
 
 
-async def test_nobody_can_answer_for_somebody_else(world: World) -> None:
+async def test_nobody_can_answer_for_somebody_else(autojump_clock: MockClock, world: World) -> None:
     pair = await world.pair()
     raw = world.raw()
     await raw.hello()
@@ -792,7 +839,9 @@ async def test_nobody_can_answer_for_somebody_else(world: World) -> None:
 # Silence.
 
 
-async def test_a_silent_peer_is_pinged_and_then_dropped(world: World) -> None:
+async def test_a_silent_peer_is_pinged_and_then_dropped(
+    autojump_clock: MockClock, world: World
+) -> None:
     world.listener(mail := Mail())
     raw = world.raw()
     await raw.hello()
@@ -802,7 +851,7 @@ async def test_a_silent_peer_is_pinged_and_then_dropped(world: World) -> None:
     assert isinstance(await raw.hear(), Ping)
 
 
-async def test_a_pong_is_a_sign_of_life(world: World) -> None:
+async def test_a_pong_is_a_sign_of_life(autojump_clock: MockClock, world: World) -> None:
     world.listener(mail := Mail())
     raw = world.raw()
     await raw.hello()
@@ -813,13 +862,17 @@ async def test_a_pong_is_a_sign_of_life(world: World) -> None:
     assert mail.kinds == ["Joined"]
 
 
-async def test_two_sides_with_nothing_to_say_stay_together(world: World) -> None:
+async def test_two_sides_with_nothing_to_say_stay_together(
+    autojump_clock: MockClock, world: World
+) -> None:
     pair = await world.pair()
     await trio.sleep(10 * SILENCE_LIMIT_S)
     assert (pair.at_listener.kinds, pair.at_connection.kinds) == (["Joined"], ["Joined"])
 
 
-async def test_a_silent_server_is_lost_once_and_looked_for_every_second(world: World) -> None:
+async def test_a_silent_server_is_lost_once_and_looked_for_every_second(
+    autojump_clock: MockClock, world: World
+) -> None:
     server = world.network.listen(ENDPOINT, max_frame_bytes=2**26)
     connection = world.connection(mail := Mail())
     async with trio.open_nursery() as nursery:
@@ -830,21 +883,23 @@ async def test_a_silent_server_is_lost_once_and_looked_for_every_second(world: W
     assert "silent for 16 s" in await mail.left()
     await trio.sleep(3 * SILENCE_LIMIT_S)
     assert mail.kinds == ["Joined", "Left"]
-    while frames := await drained(server):
-        last = decode_body(decode_frame(frames[-1]).body, SESSION)
-    assert isinstance(last, Hello)
+    last = decode_body(decode_frame((await drained(server))[-1]).body, Hello)
     assert last.incarnation == connection._incarnation
     with pytest.raises(Unreachable):
         connection.send_nowait(Note(number=1))
 
 
 async def drained(server: ServerPort) -> list[bytes]:
+    frames: list[bytes] = []
     with trio.move_on_after(0.01):
-        return [frame for _, frame in await server.receive()]
-    return []
+        while True:
+            frames += [frame for _, frame in await server.receive()]
+    return frames
 
 
-async def test_a_session_one_side_believes_lost_is_begun_anew_by_both(world: World) -> None:
+async def test_a_session_one_side_believes_lost_is_begun_anew_by_both(
+    autojump_clock: MockClock, world: World
+) -> None:
     """The client alone was cut off for a while; the server never noticed."""
     pair = await world.pair()
     pair.connection._heard_at -= 2 * SILENCE_LIMIT_S
@@ -853,7 +908,9 @@ async def test_a_session_one_side_believes_lost_is_begun_anew_by_both(world: Wor
     assert pair.at_connection.kinds == ["Joined", "Left", "Joined"]
 
 
-async def test_a_reader_that_is_held_up_by_its_own_actor_is_not_deaf(world: World) -> None:
+async def test_a_reader_that_is_held_up_by_its_own_actor_is_not_deaf(
+    autojump_clock: MockClock, world: World
+) -> None:
     pair = await world.pair()
     pair.at_connection.open = trio.Event()
     pair.listener.send(pair.key, Note(number=1))
@@ -867,7 +924,7 @@ async def test_a_reader_that_is_held_up_by_its_own_actor_is_not_deaf(world: Worl
 # Leaving, and coming back.
 
 
-async def test_a_goodbye_is_heard_at_once(world: World) -> None:
+async def test_a_goodbye_is_heard_at_once(autojump_clock: MockClock, world: World) -> None:
     pair = await world.pair()
     began = trio.current_time()
     pair.connection.close()
@@ -875,7 +932,9 @@ async def test_a_goodbye_is_heard_at_once(world: World) -> None:
     assert trio.current_time() == began
 
 
-async def test_a_closed_listener_says_goodbye_to_everybody(world: World) -> None:
+async def test_a_closed_listener_says_goodbye_to_everybody(
+    autojump_clock: MockClock, world: World
+) -> None:
     pair = await world.pair()
     pair.listener.close()
     pair.listener.close()
@@ -883,7 +942,9 @@ async def test_a_closed_listener_says_goodbye_to_everybody(world: World) -> None
     assert not pair.connection.present
 
 
-async def test_a_closed_connection_says_nothing_more(world: World) -> None:
+async def test_a_closed_connection_says_nothing_more(
+    autojump_clock: MockClock, world: World
+) -> None:
     pair = await world.pair()
     pair.connection.close()
     pair.connection.close()
@@ -894,7 +955,9 @@ async def test_a_closed_connection_says_nothing_more(world: World) -> None:
         await pair.connection.send(Note(number=1))
 
 
-async def test_a_server_that_was_restarted_is_found_again(world: World) -> None:
+async def test_a_server_that_was_restarted_is_found_again(
+    autojump_clock: MockClock, world: World
+) -> None:
     pair = await world.pair()
     first = pair.connection.welcome
     pair.listener.close()
@@ -914,7 +977,9 @@ async def test_a_server_that_was_restarted_is_found_again(world: World) -> None:
     assert (mail.numbers, pair.at_connection.numbers) == ([2], [3])
 
 
-async def test_a_server_that_died_without_a_word_is_found_again(world: World) -> None:
+async def test_a_server_that_died_without_a_word_is_found_again(
+    autojump_clock: MockClock, world: World
+) -> None:
     pair = await world.pair()
     pair.listener._closed = True  # it reads no more, and says no goodbye
     pair.listener._port.close()
@@ -924,7 +989,9 @@ async def test_a_server_that_died_without_a_word_is_found_again(world: World) ->
     assert pair.at_connection.kinds == ["Joined", "Left", "Joined"]
 
 
-async def test_a_peer_that_was_dropped_joins_again_in_a_new_session(world: World) -> None:
+async def test_a_peer_that_was_dropped_joins_again_in_a_new_session(
+    autojump_clock: MockClock, world: World
+) -> None:
     pair = await world.pair()
     await pair.listener.drop(pair.key, "to see what happens")
     await pair.connection.send(Note(number=1))  # is lost with the session
@@ -937,7 +1004,9 @@ async def test_a_peer_that_was_dropped_joins_again_in_a_new_session(world: World
     assert pair.at_listener.numbers == [2]
 
 
-async def test_a_sender_that_waits_for_credit_hears_when_the_session_ends(world: World) -> None:
+async def test_a_sender_that_waits_for_credit_hears_when_the_session_ends(
+    autojump_clock: MockClock, world: World
+) -> None:
     pair, failed = await world.pair(), list[CallboardError]()
     pair.at_listener.open = trio.Event()
 
@@ -953,7 +1022,9 @@ async def test_a_sender_that_waits_for_credit_hears_when_the_session_ends(world:
     pair.at_listener.open.set()
 
 
-async def test_credit_is_counted_from_nothing_in_a_new_session(world: World) -> None:
+async def test_credit_is_counted_from_nothing_in_a_new_session(
+    autojump_clock: MockClock, world: World
+) -> None:
     pair = await world.pair()
     for session in range(1, 4):
         for number in range(WINDOW - 1):
@@ -1002,9 +1073,9 @@ async def test_over_sockets_garbage_is_refused(zmq_world: World) -> None:
     await raw.hello()
     for frame in GARBAGE.values():
         await raw.port.send(frame)
-    refused = [await raw.hear() for _ in GARBAGE]
-    assert sum(isinstance(answer, FrameRefused) for answer in refused) >= len(GARBAGE) - 1
-    assert listener.frames_refused >= len(GARBAGE) - 1
+    answers = [await raw.hear() for _ in GARBAGE]
+    assert all(isinstance(answer, FrameRefused) for answer in answers)
+    assert listener.frames_refused == len(GARBAGE)
     raw.port.close()
 
 

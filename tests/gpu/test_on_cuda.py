@@ -235,11 +235,12 @@ def make_rows(count: int, *, top_k: int, top_p: float, min_p: float) -> Sampling
 def test_random_numbers_are_the_same_on_cuda_to_the_last_bit() -> None:
     seeds = torch.tensor([0, 1, 2**31, 2**63 - 1, -1] * 20)
     positions = torch.arange(100)
+    runners = torch.arange(64)[None, :]
 
-    on_cuda = uniforms(seeds.to(CUDA), positions.to(CUDA))
+    on_cuda = uniforms(seeds.to(CUDA), positions.to(CUDA), runners.to(CUDA))
 
     assert on_cuda.dtype == torch.float64
-    assert torch.equal(on_cuda.cpu(), uniforms(seeds, positions))
+    assert torch.equal(on_cuda.cpu(), uniforms(seeds, positions, runners))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from callboard.gpu import sampling
 from callboard.gpu.sampling import SampleResult, SamplingRows, sample, top_logprobs, uniforms
 
 CHI_SQUARE_999_DF7 = 24.32
@@ -306,8 +305,8 @@ def test_other_seeds_and_other_positions_give_other_tokens() -> None:
     by_seed = sample(logits_RV, make_rows(50, seed=range(50))).token_ids_R
     by_position = sample(logits_RV, make_rows(50, position=range(50))).token_ids_R
 
-    assert len(set(by_seed.tolist())) == 50
-    assert len(set(by_position.tolist())) == 50
+    assert len(set(by_seed.tolist())) >= 48  # two of 50 may meet by chance
+    assert len(set(by_position.tolist())) >= 48
 
 
 def test_uniforms_are_those_of_splitmix64() -> None:
@@ -320,12 +319,15 @@ def test_uniforms_are_those_of_splitmix64() -> None:
 
     gamma = 0x9E3779B97F4A7C15
     pairs = [(0, 0), (1, 0), (0, 1), (2**63 - 1, 2**31), (12345, 678)]
+    states = [mix(mix(s + gamma & mask) + (p + 1) * gamma & mask) for s, p in pairs]
+    runners = [0, 1, 2**32 + 7]
     expected = [
-        (mix(mix(s + gamma & mask) + (p + 1) * gamma & mask) >> 12) / 2**52 for s, p in pairs
+        [((mix(state + (n + 1) * gamma & mask) >> 12) + 0.5) / 2**52 for n in runners]
+        for state in states
     ]
 
     seeds, positions = torch.tensor(pairs).unbind(-1)
-    assert uniforms(seeds, positions).tolist() == expected
+    assert uniforms(seeds, positions, torch.tensor([runners])).tolist() == expected
     # The first output of the published generator from state 0, so that the hash above is it.
     assert mix(gamma) == 0xE220A8397B1DCDAF
 
@@ -333,9 +335,11 @@ def test_uniforms_are_those_of_splitmix64() -> None:
 def test_uniforms_fill_the_unit_interval_evenly() -> None:
     position_S = torch.arange(20_000)
 
-    uniform_S = uniforms(torch.zeros_like(position_S), position_S)
+    uniform_S = uniforms(
+        torch.zeros_like(position_S), position_S, torch.zeros(1, 1, dtype=torch.int64)
+    ).flatten()
 
-    assert uniform_S.min() >= 0
+    assert uniform_S.min() > 0
     assert uniform_S.max() < 1
     counts = torch.histc(uniform_S.float(), bins=10, min=0, max=1)
     assert ((counts - 2000).abs() < 200).all()
@@ -351,11 +355,17 @@ def test_masked_tokens_are_never_drawn() -> None:
     assert set(drawn.tolist()) == {3, 500, 999}
 
 
-def test_the_ends_of_the_unit_interval_fall_on_tokens_with_a_weight() -> None:
-    weights_SV = torch.tensor([[0, 3, 0, 2, 0]]).expand(4, -1)
-    uniform_S = torch.tensor([0.0, 0.5999, 0.6, 1 - 2.0**-52], dtype=torch.float64)
+def test_logits_off_by_rounding_give_the_same_tokens() -> None:
+    """A row that is recomputed in another batch, or chunked, has logits off by about 1e-6."""
+    generator = torch.Generator().manual_seed(3)
+    logits_RV = torch.randn(400, 49_152, generator=generator) * 2
+    noise_RV = torch.randn(logits_RV.shape, generator=generator) * 2e-6
+    rows = make_rows(400, position=range(400))
 
-    assert sampling._invert_cdf(weights_SV, uniform_S).tolist() == [1, 1, 3, 3]
+    tokens = sample(logits_RV, rows).token_ids_R
+    again = sample(logits_RV + noise_RV, rows).token_ids_R
+
+    assert (tokens == again).all()
 
 
 def test_the_least_temperature_is_finite_and_greedy() -> None:
@@ -471,7 +481,9 @@ def test_a_gpu_draws_from_the_same_uniforms_and_any_batch() -> None:
 
     alone = [sample(logits_RV[i : i + 1], pick(params, [i]).to(device)) for i in range(67)]
 
-    assert torch.equal(uniforms(seeds.cuda(), positions.cuda()).cpu(), uniforms(seeds, positions))
+    runners = torch.arange(300)[None, :]
+    on_gpu = uniforms(seeds.cuda(), positions.cuda(), runners.cuda()).cpu()
+    assert torch.equal(on_gpu, uniforms(seeds, positions, runners))
     assert [int(one.token_ids_R) for one in alone] == together.token_ids_R.tolist()
     on_cpu = sample(logits_RV.cpu(), pick(params, range(67)))
     assert (on_cpu.token_ids_R == together.token_ids_R.cpu()).float().mean() > 0.98

@@ -1,0 +1,1056 @@
+"""The scheduler beside a real allocator, and a device whose steps end when the test says so."""
+
+import random
+from collections import defaultdict, deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from callboard.actors.actor import Cell
+from callboard.actors.kv_allocator import KVAllocator
+from callboard.actors.ledger import TextOut
+from callboard.actors.policy import MAX_RETRIES
+from callboard.actors.ref import LocalRef
+from callboard.actors.scheduler import Scheduler
+from callboard.actors.system import ActorSystem, open_system
+from callboard.actors.testing import ScriptedRunner
+from callboard.messages.base import Call, Message, pack_ids, unpack_ids
+from callboard.messages.blocks import BlocksGranted, ReleaseBlocks, ReserveBlocks
+from callboard.messages.control import (
+    ControlReply,
+    KVLevel,
+    Pause,
+    PauseMode,
+    Resume,
+    State,
+    Suspend,
+    Unpause,
+    WeightsLevel,
+)
+from callboard.messages.errors import CallboardError
+from callboard.messages.events import RequestStats, StepStats
+from callboard.messages.requests import (
+    Abort,
+    Accepted,
+    Delta,
+    Enqueue,
+    FinishReason,
+    ForgetAll,
+    Refused,
+    TokensOut,
+)
+from callboard.messages.sampling import SamplingParams
+from callboard.messages.steps import DropRows, RunStep, StepDone
+
+PROMPT = (1, 2, 3)
+
+
+def next_token(tokens: list[int]) -> int:
+    return (sum(tokens) * 31 + tokens[-1] * 7 + len(tokens)) % 97
+
+
+def alone(prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What a request generates when nothing else happens."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class Asked:
+    """A verb under way, and what came of it."""
+
+    def __init__(self) -> None:
+        self.reply: ControlReply | None = None
+        self.error: CallboardError | None = None
+
+    async def ask(self, ref: LocalRef[Any], verb: Call[ControlReply]) -> None:
+        try:
+            self.reply = await ref.ask(verb, timeout=10_000)
+        except CallboardError as error:
+            self.error = error
+
+    @property
+    def open(self) -> bool:
+        return self.reply is None and self.error is None
+
+
+class Stage:
+    """A scheduler with everybody around it; the device and the link are the test's."""
+
+    def __init__(
+        self, system: ActorSystem, nursery: trio.Nursery, *, num_blocks: int, **options: Any
+    ) -> None:
+        self.system = system
+        self.num_blocks = num_blocks
+        self.cell = system.cell("scheduler")
+        self.ref: LocalRef[Any] = LocalRef(self.cell)
+        self.allocator = system.cell("kv_allocator")
+        self.executor = system.cell("executor")
+        self.link = system.cell("link")
+        self.accepted: dict[str, Accepted] = {}
+        self.refused: dict[str, Refused] = {}
+        self.output: defaultdict[str, list[int]] = defaultdict(list)
+        self.text: defaultdict[str, str] = defaultdict(str)
+        self.ends: dict[str, Delta] = {}
+        self.stats: list[StepStats | RequestStats] = []
+        self.runner: ScriptedRunner
+        self._options = {"text_for": None, **options}
+        self._nursery = nursery
+        self._mail: deque[Message] = deque()  # the device's
+        self._lives = 0
+
+    async def start(self) -> None:
+        await self._nursery.start(self.cell.run, self._actor)
+
+    async def start_allocator(self) -> None:
+        await self._nursery.start(self.allocator.run, lambda: KVAllocator(self.ref))
+
+    async def new_device(self, **limits: int) -> None:
+        """Put a device in place, as at the start or after a failure."""
+        self.runner = ScriptedRunner(next_token, **{"num_blocks": self.num_blocks, **limits})
+        self.runner.load()
+        self.runner.allocate()
+        self._lives += 1
+        self._read_device_mail()
+        self._mail.clear()
+        room = self.runner.room()
+        if self.allocator.actor is not None:
+            await LocalRef[Message](self.allocator).tell(room)
+        await self.tell(room)
+
+    async def tell(self, *messages: Message) -> None:
+        """Tell the scheduler something, and wait until everybody has done what there is to do."""
+        for message in messages:
+            await self.ref.tell(message)
+        await self.settle()
+
+    async def submit(
+        self,
+        request_id: str = "a",
+        max_tokens: int | None = 5,
+        *,
+        prompt: Sequence[int] = PROMPT,
+        params: SamplingParams | None = None,
+        **fields: Any,
+    ) -> None:
+        await self.tell(
+            Enqueue(
+                request_id=request_id,
+                prompt_token_ids=pack_ids(prompt),
+                params=params or SamplingParams(max_tokens=max_tokens),
+                **fields,
+            )
+        )
+
+    async def ask(self, verb: Call[ControlReply]) -> Asked:
+        asked = Asked()
+        self._nursery.start_soon(asked.ask, self.ref, verb)
+        await self.settle()
+        return asked
+
+    async def reply(self, verb: Call[ControlReply]) -> ControlReply:
+        """Ask something that is answered at once."""
+        asked = await self.ask(verb)
+        assert asked.reply is not None
+        return asked.reply
+
+    async def settle(self) -> None:
+        await wait_all_tasks_blocked()
+        self._read_device_mail()
+        self._read_link_mail()
+
+    @property
+    def step(self) -> RunStep | None:
+        """The step the device runs now."""
+        steps = [message for message in self._mail if isinstance(message, RunStep)]
+        assert len(steps) <= 1, "two steps at once"
+        return steps[0] if steps else None
+
+    async def finish_step(self) -> StepDone:
+        """Let the device finish its step."""
+        while True:
+            match self._mail.popleft():
+                case DropRows(rows=rows):
+                    self.runner.drop(rows)
+                case RunStep() as step:
+                    done = self.runner.execute(step)
+                    await self.tell(done)
+                    return done
+
+    async def run(self, steps: int = 10_000) -> None:
+        """Let the device finish its steps until there are no more, or so many."""
+        for _ in range(steps):
+            if self.step is None:
+                return
+            await self.finish_step()
+
+    @property
+    def free(self) -> int:
+        return int(self.allocator.status().details["blocks_free"])
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Running, waiting and paused requests."""
+        details = self.cell.status().details
+        return (int(details["running"]), int(details["waiting"]), int(details["paused"]))
+
+    def ended(self, reason: FinishReason) -> list[str]:
+        return [name for name, delta in self.ends.items() if delta.finish is reason]
+
+    def _actor(self) -> Scheduler:
+        return Scheduler(
+            allocator=LocalRef(self.allocator),
+            executor=LocalRef(self.executor),
+            out=LocalRef(self.link),
+            **self._options,
+        )
+
+    def _read_device_mail(self) -> None:
+        self._mail += drain(self.executor)
+        while self._mail and isinstance(drop := self._mail[0], DropRows):
+            self.runner.drop(drop.rows)
+            self._mail.popleft()
+
+    def _read_link_mail(self) -> None:
+        for message in drain(self.link):
+            match message:
+                case Accepted(request_id=request_id):
+                    assert request_id not in self.accepted
+                    self.accepted[request_id] = message
+                case Refused(request_id=request_id):
+                    self.refused[request_id] = message
+                case TokensOut(deltas=deltas):
+                    for delta in deltas:
+                        self._take(delta)
+                case StepStats() | RequestStats():
+                    self.stats.append(message)
+
+    def _take(self, delta: Delta) -> None:
+        name = delta.request_id
+        assert name in self.accepted, "a delta before the acceptance"
+        assert name not in self.ends, "a delta behind the terminal one"
+        assert delta.start == len(self.output[name]), "a gap, or a token twice"
+        self.output[name] += unpack_ids(delta.token_ids)
+        self.text[name] += delta.text
+        if delta.finish is not None:
+            self.ends[name] = delta
+
+
+def drain(cell: Cell) -> list[Message]:
+    messages = []
+    while (letter := cell.mailbox.take_nowait()) is not None:
+        messages.append(letter.message)
+    return messages
+
+
+@asynccontextmanager
+async def open_stage(
+    *, num_blocks: int = 64, device: bool = True, allocator: bool = True, **options: Any
+) -> AsyncGenerator[Stage]:
+    async with open_system() as system, trio.open_nursery() as nursery:
+        stage = Stage(system, nursery, num_blocks=num_blocks, **options)
+        if allocator:
+            await stage.start_allocator()
+        await stage.start()
+        if device:
+            await stage.new_device()
+        await stage.settle()
+        yield stage
+        assert stage.cell.actor is not None, "the scheduler died"
+        nursery.cancel_scope.cancel()
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    async with open_stage() as stage:
+        yield stage
+
+
+# Requests.
+
+
+async def test_a_request_is_accepted_and_gets_a_token_a_step(stage: Stage) -> None:
+    await stage.submit("a", 3)
+    assert stage.accepted["a"].prompt_token_ids == pack_ids(PROMPT)
+    for tokens in range(3):
+        assert len(stage.output["a"]) == tokens
+        await stage.finish_step()
+    assert stage.output["a"] == alone(PROMPT, 3)
+    assert stage.ended(FinishReason.LENGTH) == ["a"]
+    assert (stage.step, stage.free) == (None, 64)
+
+
+async def test_a_request_without_a_seed_is_told_the_one_it_got(stage: Stage) -> None:
+    await stage.submit("drawn")
+    await stage.submit("given", params=SamplingParams(max_tokens=2, seed=7))
+    await stage.finish_step()
+    drawn, given = stage.accepted["drawn"].seed, stage.accepted["given"].seed
+    assert given == 7
+    assert 0 <= drawn < 2**63
+    assert stage.step is not None
+    assert [admit.sampling.seed for admit in stage.step.admits] == [7]
+
+
+async def test_requests_that_came_meanwhile_join_the_next_step(stage: Stage) -> None:
+    await stage.submit("a", 4)
+    await stage.submit("b", 4)
+    await stage.submit("c", 4)
+    first = stage.step
+    await stage.finish_step()
+    second = stage.step
+    assert first is not None
+    assert second is not None
+    assert (len(first.admits), len(second.admits)) == (1, 2)
+    await stage.run()
+    assert all(stage.output[name] == alone(PROMPT, 4) for name in "abc")
+
+
+async def test_the_end_of_sequence_ends_a_request_unless_it_is_to_be_ignored() -> None:
+    expected = alone(PROMPT, 5)
+    async with open_stage(eos_token_ids=(expected[2],)) as stage:
+        await stage.submit("heeds")
+        await stage.submit("ignores", params=SamplingParams(max_tokens=5, ignore_eos=True))
+        await stage.run()
+        assert stage.output["heeds"] == expected[:3]
+        assert stage.output["ignores"] == expected
+        assert stage.ended(FinishReason.STOP) == ["heeds"]
+
+
+async def test_a_requests_own_stop_tokens_end_it_too(stage: Stage) -> None:
+    expected = alone(PROMPT, 5)
+    params = SamplingParams(max_tokens=5, stop_token_ids=(expected[1],))
+    await stage.submit("a", params=params)
+    await stage.run()
+    assert stage.output["a"] == expected[:2]
+    assert stage.ended(FinishReason.STOP) == ["a"]
+
+
+class Spelled:
+    """Text of numbers, up to the first that is the stop string."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.stopped: str | None = None
+        self._stops = params.stop
+
+    def push(self, token_id: int) -> str:
+        if str(token_id) in self._stops:
+            self.stopped = str(token_id)
+            return ""
+        return f"{token_id},"
+
+    def finish(self) -> str:
+        return "."
+
+
+async def test_text_comes_with_the_tokens_and_ends_at_a_stop_string() -> None:
+    expected = alone(PROMPT, 4)
+    text_for: Callable[[SamplingParams], TextOut] = Spelled
+    async with open_stage(text_for=text_for) as stage:
+        await stage.submit("whole", 4)
+        params = SamplingParams(max_tokens=4, stop=(str(expected[2]),))
+        await stage.submit("stopped", params=params)
+        await stage.run()
+        assert stage.text["whole"] == ",".join(map(str, expected)) + ",."
+        assert stage.text["stopped"] == f"{expected[0]},{expected[1]},"
+        assert stage.ended(FinishReason.STOP) == ["stopped"]
+        assert stage.free == 64
+
+
+async def test_a_request_that_comes_from_elsewhere_goes_on_behind_its_tokens(stage: Stage) -> None:
+    expected = alone(PROMPT, 6)
+    stage.output["a"] = expected[:4]  # what its client has
+    await stage.submit("a", 6, delivered=pack_ids(expected[:4]))
+    assert stage.step is not None
+    assert unpack_ids(stage.step.admits[0].prompt) == [*PROMPT, *expected[:4]]
+    await stage.run()
+    assert stage.output["a"] == expected
+
+
+async def test_a_request_that_has_all_its_tokens_is_refused(stage: Stage) -> None:
+    await stage.submit("a", 2, delivered=pack_ids((7, 8)))
+    assert stage.refused["a"].failure.field == "delivered"
+
+
+async def test_an_id_in_use_is_refused_and_the_first_request_goes_on(stage: Stage) -> None:
+    await stage.submit("a")
+    await stage.submit("a")
+    assert "the id a is in use" in stage.refused["a"].failure.message
+    await stage.run()
+    assert stage.output["a"] == alone(PROMPT, 5)
+    del stage.accepted["a"], stage.ends["a"], stage.output["a"]
+    await stage.submit("a")  # it is free again
+    await stage.run()
+    assert stage.output["a"] == alone(PROMPT, 5)
+
+
+async def test_what_can_never_fit_is_refused(stage: Stage) -> None:
+    await stage.submit("long", prompt=[1] * 1024)
+    await stage.submit("large", max_tokens=300)
+    assert stage.refused["long"].failure.code == "RequestError"
+    assert "needs 76 KV blocks" in stage.refused["large"].failure.message
+    assert stage.step is None
+
+
+async def test_more_requests_than_are_kept_are_refused_until_one_ends() -> None:
+    async with open_stage(max_queued=2) as stage:
+        for name in "abc":
+            await stage.submit(name, 1)
+        assert list(stage.accepted) == ["a", "b"]
+        assert stage.refused["c"].failure.code == "MailboxFull"
+        await stage.run()
+        await stage.submit("c", 1)
+        assert "c" in stage.accepted
+
+
+async def test_a_long_prompt_is_prefilled_in_parts_beside_who_decodes() -> None:
+    async with open_stage(prefill_chunk_tokens=4) as stage:
+        await stage.submit("a", 9)
+        await stage.submit("long", 3, prompt=range(10))
+        await stage.run(3)
+        assert len(stage.output["a"]) == 3
+        assert stage.output["long"] == []
+        await stage.run()
+        assert stage.output["a"] == alone(PROMPT, 9)
+        assert stage.output["long"] == alone(range(10), 3)
+
+
+async def test_more_than_fits_at_once_still_all_comes_out_right() -> None:
+    async with open_stage(num_blocks=6) as stage:
+        for index in range(6):
+            await stage.submit(str(index), 12, prompt=(index, 1))
+        await stage.run()
+        for index in range(6):
+            assert stage.output[str(index)] == alone((index, 1), 12)
+        assert stage.free == 6
+
+
+async def test_urgent_requests_overtake_those_that_wait(stage: Stage) -> None:
+    await stage.new_device(max_rows=1)
+    await stage.submit("running", 2)
+    await stage.submit("normal", 1)
+    await stage.submit("urgent", 1, priority=-1)
+    await stage.run()
+    assert list(stage.ends) == ["running", "urgent", "normal"]
+
+
+async def test_each_step_and_each_end_is_reported(autojump_clock: MockClock, stage: Stage) -> None:
+    await stage.submit("a", 2)
+    await trio.sleep(3)
+    await stage.finish_step()
+    await trio.sleep(4)
+    await stage.finish_step()
+    steps = [one for one in stage.stats if isinstance(one, StepStats)]
+    assert [(one.step, one.num_tokens, one.num_sampled, one.running) for one in steps] == [
+        (1, 3, 1, 1),
+        (2, 1, 1, 0),
+    ]
+    (ended,) = [one for one in stage.stats if isinstance(one, RequestStats)]
+    assert (ended.finish, ended.prompt_tokens, ended.output_tokens) == ("length", 3, 2)
+    assert ended.first_token_s == pytest.approx(3)
+    assert ended.total_s == pytest.approx(7)
+
+
+# Before the device is known.
+
+
+async def test_requests_that_come_before_the_device_wait_for_it() -> None:
+    async with open_stage(device=False) as stage:
+        await stage.submit("a", 3)
+        await stage.submit("room left", None)
+        await stage.submit("too large", 300)
+        assert list(stage.accepted) == ["a", "room left", "too large"]
+        assert stage.step is None
+        await stage.new_device()
+        await stage.settle()
+        assert stage.ended(FinishReason.ERROR) == ["too large"]
+        failure = stage.ends["too large"].failure
+        assert failure is not None
+        assert "needs 76 KV blocks of 4 tokens, and the pool has 64" in failure.message
+        await stage.run()
+        assert stage.output["a"] == alone(PROMPT, 3)
+        assert len(stage.output["room left"]) == 64 * 4 + 1 - len(PROMPT)
+
+
+async def test_requests_can_be_aborted_before_the_device_is_known() -> None:
+    async with open_stage(device=False) as stage:
+        await stage.submit("a")
+        await stage.tell(Abort(request_id="a"))
+        assert stage.ended(FinishReason.ABORT) == ["a"]
+
+
+# Pause.
+
+
+async def test_a_pause_is_acknowledged_when_the_step_is_over_and_none_follows(
+    stage: Stage,
+) -> None:
+    await stage.submit("a")
+    asked = await stage.ask(Pause())
+    assert asked.open
+    assert stage.cell.state is State.PAUSING
+    await stage.finish_step()
+    assert asked.reply is not None
+    assert (asked.reply.state, asked.reply.requests) == (State.PAUSED, 1)
+    await stage.submit("b")
+    assert stage.step is None
+
+
+async def test_an_idle_scheduler_pauses_at_once(stage: Stage) -> None:
+    assert (await stage.reply(Pause())).state is State.PAUSED
+
+
+async def test_a_pause_may_be_repeated_at_any_time(stage: Stage) -> None:
+    await stage.submit("a")
+    both = [await stage.ask(Pause()), await stage.ask(Pause())]
+    assert all(asked.open for asked in both)
+    await stage.finish_step()
+    assert all(asked.reply is not None and asked.reply.done for asked in both)
+    assert (await stage.reply(Pause())).state is State.PAUSED
+
+
+async def test_unpausing_goes_on_where_it_was(stage: Stage) -> None:
+    await stage.submit("a")
+    await stage.finish_step()
+    await stage.ask(Pause())
+    await stage.finish_step()
+    reply = await stage.reply(Unpause())
+    assert (reply.state, reply.requests) == (State.RUNNING, 1)
+    await stage.run()
+    assert stage.output["a"] == alone(PROMPT, 5)
+
+
+async def test_unpausing_what_runs_changes_nothing(stage: Stage) -> None:
+    await stage.submit("a")
+    assert (await stage.reply(Unpause())).done
+    await stage.run()
+    assert stage.output["a"] == alone(PROMPT, 5)
+
+
+async def test_a_pause_that_was_not_reached_is_refused_when_unpaused(stage: Stage) -> None:
+    await stage.submit("a")
+    asked = await stage.ask(Pause())
+    await stage.reply(Unpause())
+    assert asked.reply is not None
+    assert asked.reply.refused == "unpaused meanwhile"
+    await stage.run()
+    assert stage.output["a"] == alone(PROMPT, 5)
+
+
+async def test_what_comes_while_paused_waits_and_runs_afterwards_in_order(stage: Stage) -> None:
+    await stage.new_device(max_rows=1)
+    await stage.reply(Pause())
+    for name in "abc":
+        await stage.submit(name, 2)
+    assert list(stage.accepted) == ["a", "b", "c"]
+    assert (stage.step, stage.counts) == (None, (0, 3, 0))
+    await stage.reply(Unpause())
+    await stage.run()
+    assert list(stage.ends) == ["a", "b", "c"]
+
+
+async def test_a_pause_asked_for_between_question_and_step_waits_for_that_step() -> None:
+    async with open_stage(allocator=False) as stage:
+        await stage.submit("a")
+        (question,) = drain(stage.allocator)
+        assert isinstance(question, ReserveBlocks)
+        asked = await stage.ask(Pause())
+        assert asked.open
+        row = question.admit[0].row
+        await stage.tell(BlocksGranted(step=question.step, blocks={row: (0,)}, free=63))
+        assert asked.open
+        await stage.finish_step()
+        assert asked.reply is not None
+        assert drain(stage.allocator) == []
+
+
+async def test_a_scheduler_that_is_born_paused_runs_nothing_until_it_is_unpaused() -> None:
+    async with open_system() as system, trio.open_nursery() as nursery:
+        stage = Stage(system, nursery, num_blocks=64)
+        stage.cell.paused = True
+        await stage.start_allocator()
+        await stage.start()
+        await stage.new_device()
+        await stage.submit("a", 2)
+        assert (stage.step, stage.cell.state) == (None, State.PAUSED)
+        assert (await stage.reply(Pause())).state is State.PAUSED
+        await stage.reply(Unpause())
+        await stage.run()
+        assert stage.output["a"] == alone(PROMPT, 2)
+        nursery.cancel_scope.cancel()
+
+
+# Pause, and what becomes of those that run.
+
+
+async def test_draining_lets_the_running_finish_and_the_waiting_wait(stage: Stage) -> None:
+    await stage.new_device(max_rows=2)
+    for name in "abc":
+        await stage.submit(name, 3)
+    await stage.finish_step()
+    asked = await stage.ask(Pause(mode=PauseMode.DRAIN))
+    while stage.step is not None:
+        assert asked.open
+        await stage.finish_step()
+    assert asked.reply is not None
+    assert (list(stage.ends), stage.counts) == (["a", "b"], (0, 1, 0))
+    await stage.submit("d", 1)
+    assert stage.step is None
+    await stage.reply(Unpause())
+    await stage.run()
+    assert list(stage.ends) == ["a", "b", "d", "c"]  # d has only one token to make
+
+
+async def test_draining_an_idle_scheduler_is_done_at_once(stage: Stage) -> None:
+    assert (await stage.reply(Pause(mode=PauseMode.DRAIN))).state is State.PAUSED
+
+
+async def test_a_drain_that_takes_too_long_aborts_the_running_only(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    await stage.new_device(max_rows=1)
+    await stage.submit("running", 50)
+    await stage.submit("waiting", 2)
+    asked = await stage.ask(Pause(mode=PauseMode.DRAIN, drain_s=30))
+    await stage.run(3)
+    await trio.sleep(31)
+    await stage.settle()
+    assert stage.ended(FinishReason.ABORT) == ["running"]
+    await stage.run()
+    assert asked.reply is not None
+    assert (stage.free, stage.counts) == (64, (0, 1, 0))
+
+
+async def test_the_time_of_an_earlier_drain_does_not_count_in_a_later_one(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    await stage.reply(Pause(mode=PauseMode.DRAIN, drain_s=30))
+    await stage.reply(Unpause())
+    await stage.submit("a", 50)
+    await trio.sleep(20)
+    await stage.ask(Pause(mode=PauseMode.DRAIN, drain_s=30))
+    await trio.sleep(15)  # 35 s after the first
+    await stage.settle()
+    assert stage.ends == {}
+    await trio.sleep(20)
+    await stage.settle()
+    assert stage.ended(FinishReason.ABORT) == ["a"]
+
+
+async def test_a_plain_pause_ends_a_drain_and_keeps_who_runs(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    await stage.submit("a")
+    drained = await stage.ask(Pause(mode=PauseMode.DRAIN, drain_s=30))
+    kept = await stage.ask(Pause())
+    await stage.finish_step()
+    assert drained.reply is not None
+    assert kept.reply is not None
+    await trio.sleep(60)
+    await stage.settle()
+    assert stage.ends == {}
+    await stage.reply(Unpause())
+    await stage.run()
+    assert stage.output["a"] == alone(PROMPT, 5)
+
+
+async def test_pausing_with_abort_ends_all_and_frees_all(stage: Stage) -> None:
+    await stage.new_device(max_rows=1)
+    for name in "abc":
+        await stage.submit(name)
+    asked = await stage.ask(Pause(mode=PauseMode.ABORT))
+    assert stage.ended(FinishReason.ABORT) == ["a", "b", "c"]
+    assert asked.open
+    await stage.finish_step()
+    assert asked.reply is not None
+    assert (stage.free, asked.reply.requests) == (64, 0)
+
+
+# Suspension.
+
+
+async def test_suspending_needs_a_pause_first(stage: Stage) -> None:
+    assert (await stage.reply(Suspend())).refused == "pause first"
+    await stage.submit("a")
+    await stage.ask(Pause())
+    assert (await stage.reply(Suspend())).refused == "pause first"  # a step is under way
+    await stage.finish_step()
+    assert (await stage.reply(Suspend())).state is State.SUSPENDED
+
+
+async def test_dropping_the_cache_takes_all_rows_off_and_loses_nothing(stage: Stage) -> None:
+    await stage.new_device(max_rows=2)
+    for name in "abcd":
+        await stage.submit(name, 4)
+    await stage.run(2)
+    await stage.ask(Pause())
+    await stage.run()
+    reply = await stage.reply(Suspend(kv=KVLevel.DROP))
+    assert reply.requests == 4
+    assert (stage.free, stage.counts) == (64, (0, 4, 0))
+    assert not stage.runner._rows
+    assert (await stage.reply(Suspend(kv=KVLevel.DROP))).done
+    await stage.reply(Resume())
+    await stage.reply(Unpause())
+    await stage.run()
+    assert list(stage.ends) == ["a", "b", "c", "d"]
+    assert all(stage.output[name] == alone(PROMPT, 4) for name in "abcd")
+
+
+async def test_keeping_the_cache_keeps_the_rows(stage: Stage) -> None:
+    await stage.submit("a")
+    await stage.ask(Pause())
+    await stage.finish_step()
+    held = 64 - stage.free
+    await stage.reply(Suspend(kv=KVLevel.KEEP, weights=WeightsLevel.DISCARD))
+    assert (64 - stage.free, len(stage.runner._rows)) == (held, 1)
+    await stage.reply(Resume())
+    await stage.reply(Unpause())
+    assert stage.step is not None
+    assert stage.step.admits == ()
+    await stage.run()
+    assert stage.output["a"] == alone(PROMPT, 5)
+
+
+async def test_requests_come_and_go_while_suspended(stage: Stage) -> None:
+    await stage.submit("a")
+    await stage.ask(Pause())
+    await stage.finish_step()
+    await stage.reply(Suspend())
+    await stage.submit("b", 2)
+    await stage.tell(Abort(request_id="a"))
+    assert stage.ended(FinishReason.ABORT) == ["a"]
+    await stage.reply(Resume())
+    await stage.reply(Unpause())
+    await stage.run()
+    assert stage.output["b"] == alone(PROMPT, 2)
+
+
+# Deadlines.
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_a_deadline_ends_a_request_wherever_it_stands(
+    autojump_clock: MockClock, stage: Stage, paused: bool
+) -> None:
+    await stage.new_device(max_rows=1)
+    await stage.submit("running", 50, timeout_s=10)
+    await stage.submit("waiting", 50, timeout_s=20)
+    await stage.submit("patient", 2)
+    if paused:
+        await stage.ask(Pause())
+        await stage.finish_step()
+    await trio.sleep(11)
+    await stage.settle()
+    assert stage.ended(FinishReason.DEADLINE) == ["running"]
+    await trio.sleep(11)
+    await stage.settle()
+    assert stage.ended(FinishReason.DEADLINE) == ["running", "waiting"]
+    await stage.reply(Unpause())
+    await stage.run()
+    assert stage.output["patient"] == alone(PROMPT, 2)
+    assert stage.free == 64
+
+
+async def test_the_deadline_of_a_request_that_ended_does_not_end_the_next_of_its_id(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    await stage.submit("a", 1, timeout_s=10)
+    await stage.run()
+    stage.accepted.clear()
+    stage.ends.clear()
+    stage.output.clear()
+    await trio.sleep(5)
+    await stage.submit("a", 50, timeout_s=10)
+    await trio.sleep(6)
+    await stage.settle()
+    assert stage.ends == {}
+    await trio.sleep(5)
+    await stage.settle()
+    assert stage.ended(FinishReason.DEADLINE) == ["a"]
+
+
+async def test_requests_that_ended_leave_no_timers_behind(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    for index in range(300):
+        await stage.submit(str(index), 1, timeout_s=1e6)
+        await stage.run()
+    await stage.submit("forgotten", 50, timeout_s=1e6)
+    await stage.tell(ForgetAll())
+    assert len(stage.system.timers._heap) < 100  # cancelled ones are thrown out by the half
+
+
+# Aborts.
+
+
+async def abort_waiting(stage: Stage) -> None:
+    await stage.ask(Pause())
+    await stage.submit("a")
+
+
+async def abort_prefilling(stage: Stage) -> None:
+    await stage.submit("a", prompt=range(100))  # two steps long
+    await stage.finish_step()
+    await stage.ask(Pause())
+    await stage.finish_step()
+
+
+async def abort_decoding(stage: Stage) -> None:
+    await stage.submit("a", 20)
+    await stage.run(2)
+    await stage.ask(Pause())
+    await stage.finish_step()
+
+
+async def abort_in_a_step(stage: Stage) -> None:
+    await stage.submit("a", 20)
+    await stage.finish_step()
+
+
+async def abort_starved(stage: Stage) -> None:
+    await stage.submit("other", 30)
+    await stage.submit("a", 20)
+    while stage.counts[2] == 0:
+        await stage.finish_step()
+
+
+@pytest.mark.parametrize(
+    "reach", [abort_waiting, abort_prefilling, abort_decoding, abort_in_a_step, abort_starved]
+)
+async def test_an_abort_ends_a_request_once_and_frees_its_blocks(
+    reach: Callable[[Stage], Any],
+) -> None:
+    async with open_stage(num_blocks=32 if reach is not abort_starved else 10) as stage:
+        await reach(stage)
+        held = stage.free
+        assert "a" in stage.accepted
+        await stage.tell(Abort(request_id="a"))
+        assert stage.ended(FinishReason.ABORT) == ["a"]
+        if reach is abort_in_a_step:
+            assert stage.free > held  # at once: whoever gets them comes behind this step
+        await stage.tell(Abort(request_id="a"))
+        await stage.reply(Unpause())
+        await stage.run()
+        assert stage.free == stage.num_blocks
+        assert not stage.runner._rows
+
+
+async def test_an_abort_between_question_and_step_leaves_nothing_to_run() -> None:
+    async with open_stage(allocator=False) as stage:
+        await stage.submit("a")
+        (question,) = drain(stage.allocator)
+        assert isinstance(question, ReserveBlocks)
+        row = question.admit[0].row
+        await stage.tell(Abort(request_id="a"))
+        assert drain(stage.allocator) == []
+        await stage.tell(BlocksGranted(step=question.step, blocks={row: (0,)}, free=63))
+        assert drain(stage.allocator) == [ReleaseBlocks(rows=(row,))]
+        assert (stage.step, list(stage.ends)) == (None, ["a"])
+
+
+async def test_aborting_what_is_not_there_changes_nothing(stage: Stage) -> None:
+    await stage.submit("a", 2)
+    await stage.tell(Abort(request_id="b"))
+    await stage.run()
+    assert list(stage.ends) == ["a"]
+
+
+async def test_the_blocks_of_an_aborted_request_may_go_to_the_next_at_once() -> None:
+    async with open_stage(num_blocks=2) as stage:
+        await stage.submit("a", 5)
+        await stage.submit("b", 5)
+        await stage.tell(Abort(request_id="a"))  # while the device still runs it
+        await stage.run()
+        assert stage.output["b"] == alone(PROMPT, 5)
+
+
+# What the coordinator has given away.
+
+
+async def test_forgetting_all_says_nothing_and_frees_all(stage: Stage) -> None:
+    await stage.new_device(max_rows=1)
+    await stage.submit("a")
+    await stage.submit("b")
+    await stage.finish_step()
+    said = dict(stage.output)
+    await stage.tell(ForgetAll())
+    await stage.run()
+    assert (stage.ends, stage.output) == ({}, said)
+    assert (stage.free, stage.counts) == (64, (0, 0, 0))
+    stage.accepted.clear()
+    stage.output.clear()
+    await stage.submit("a", 2)
+    await stage.run()
+    assert stage.output["a"] == alone(PROMPT, 2)
+
+
+# What is late.
+
+
+async def test_blocks_granted_for_another_question_are_given_back() -> None:
+    async with open_stage(allocator=False) as stage:
+        await stage.tell(BlocksGranted(step=99, blocks={7: (1, 2)}, free=60))
+        assert drain(stage.allocator) == [ReleaseBlocks(rows=(7,))]
+        assert stage.step is None
+
+
+async def test_the_result_of_another_step_changes_nothing(stage: Stage) -> None:
+    await stage.submit("a", 3)
+    step = stage.step
+    assert step is not None
+    for number in (step.step - 1, step.step + 1):
+        await stage.tell(StepDone(step=number, rows=(1,), token_ids=pack_ids((77,))))
+    assert stage.output["a"] == []
+    await stage.run()
+    assert stage.output["a"] == alone(PROMPT, 3)
+
+
+async def test_a_new_device_begins_where_the_old_one_failed(stage: Stage) -> None:
+    for name in "ab":
+        await stage.submit(name, 5)
+    await stage.run(3)
+    step = stage.step
+    assert step is not None
+    late = stage.runner.execute(step)
+    await stage.new_device()
+    await stage.tell(late)  # a result from beyond the grave
+    await stage.run()
+    assert all(stage.output[name] == alone(PROMPT, 5) for name in "ab")
+    assert stage.free == 64
+
+
+async def test_a_new_device_while_blocks_were_asked_for_begins_a_new_round() -> None:
+    async with open_stage(allocator=False) as stage:
+        await stage.submit("a")
+        (first,) = drain(stage.allocator)
+        await stage.new_device()
+        await stage.settle()
+        (second,) = drain(stage.allocator)
+        assert isinstance(first, ReserveBlocks)
+        assert isinstance(second, ReserveBlocks)
+        assert first.step != second.step
+        assert first.admit[0].row != second.admit[0].row
+        await stage.tell(BlocksGranted(step=first.step, blocks={first.admit[0].row: (0,)}, free=9))
+        assert drain(stage.allocator) == [ReleaseBlocks(rows=(first.admit[0].row,))]
+
+
+async def test_a_device_that_fails_while_pausing_lets_the_pause_be_reached(stage: Stage) -> None:
+    await stage.submit("a")
+    asked = await stage.ask(Pause())
+    await stage.new_device()
+    await stage.settle()
+    assert asked.reply is not None
+    assert stage.step is None
+    await stage.reply(Unpause())
+    await stage.run()
+    assert stage.output["a"] == alone(PROMPT, 5)
+
+
+async def test_a_request_that_keeps_killing_the_device_is_failed(stage: Stage) -> None:
+    await stage.submit("a")
+    for _ in range(MAX_RETRIES + 1):
+        assert stage.ends == {}
+        await stage.new_device()
+        await stage.settle()
+    assert stage.ended(FinishReason.ERROR) == ["a"]
+    failure = stage.ends["a"].failure
+    assert failure is not None
+    assert failure.code == "RequestFailed"
+
+
+# Anything, in any order.
+
+
+class Director:
+    """Does whatever comes to its mind, and remembers what must come of it."""
+
+    def __init__(self, stage: Stage, seed: int) -> None:
+        self.stage = stage
+        self.rng = random.Random(seed)
+        self.expected: dict[str, list[int]] = {}
+        self.stopped = False  # a pause is acknowledged, and no unpause came since
+        self.pause: Asked | None = None
+
+    async def act(self) -> None:
+        scenes: list[Callable[[], Any]] = [
+            self.submit,
+            self.submit,
+            self.abort,
+            self.finish,
+            self.finish,
+            self.finish,
+            self.finish,
+            self.ask_pause,
+            self.unpause,
+            self.suspend,
+            self.crash,
+        ]
+        weights = [6, 6, 2, 8, 8, 8, 8, 2, 3, 1, 1]
+        (scene,) = self.rng.choices(scenes, weights)
+        await scene()
+        if self.pause is not None and self.pause.reply is not None:
+            self.stopped, self.pause = self.pause.reply.done, None
+        if self.stopped:
+            assert self.stage.step is None, "a step after the pause was acknowledged"
+
+    async def submit(self) -> None:
+        name = f"r{len(self.expected)}"
+        prompt = [self.rng.randrange(97) for _ in range(self.rng.randint(1, 12))]
+        max_tokens = self.rng.randint(1, 10)
+        self.expected[name] = alone(prompt, max_tokens)
+        timeout_s = self.rng.choice((None, None, 1e6))
+        await self.stage.submit(
+            name, max_tokens, prompt=prompt, priority=self.rng.randint(0, 1), timeout_s=timeout_s
+        )
+
+    async def abort(self) -> None:
+        if self.expected:
+            await self.stage.tell(Abort(request_id=self.rng.choice(sorted(self.expected))))
+
+    async def finish(self) -> None:
+        if self.stage.step is not None:
+            await self.stage.finish_step()
+
+    async def ask_pause(self) -> None:
+        if self.pause is None and not self.stopped:
+            self.pause = await self.stage.ask(Pause())
+
+    async def unpause(self) -> None:
+        await self.stage.reply(Unpause())
+        self.stopped, self.pause = False, None
+
+    async def suspend(self) -> None:
+        reply = await self.stage.reply(Suspend())
+        assert reply.done is self.stopped
+        if self.stopped:
+            await self.stage.reply(Resume())
+
+    async def crash(self) -> None:
+        await self.stage.new_device()
+        await self.stage.settle()
+
+    async def end(self) -> None:
+        await self.unpause()
+        await self.stage.run()
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_whatever_happens_every_request_ends_once_and_right(seed: int) -> None:
+    async with open_stage(num_blocks=7, prefill_chunk_tokens=(None, 3)[seed % 2]) as stage:
+        director = Director(stage, seed)
+        for _ in range(150):
+            await director.act()
+        await director.end()
+        assert set(stage.ends) == set(director.expected)
+        for name, expected in director.expected.items():
+            if stage.ends[name].finish is FinishReason.LENGTH:
+                assert stage.output[name] == expected
+            else:
+                assert stage.output[name] == expected[: len(stage.output[name])]
+        assert (stage.free, stage.counts) == (7, (0, 0, 0))
+        assert len(stage.ended(FinishReason.LENGTH)) > len(stage.ends) / 2

@@ -1,0 +1,657 @@
+"""The embedded engine, whole, over a runner that counts up instead of computing."""
+
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import callboard
+from callboard.actors.testing import ScriptedRunner
+from callboard.messages.base import unpack_ids
+from callboard.messages.control import KVLevel, PauseMode, State, WeightsLevel
+from callboard.messages.errors import (
+    ActorStopped,
+    ConfigError,
+    ControlRefused,
+    DeadlineExceeded,
+    RequestError,
+    RequestFailed,
+    StartFailed,
+    Unreachable,
+)
+from callboard.messages.requests import ChatMessage, FinishReason, TextPrompt, TokenPrompt
+from callboard.messages.sampling import SamplingParams
+from callboard.messages.steps import RunStep, StepDone
+from callboard.supervision.app import ReplicaParts
+from callboard.supervision.engine import Engine, connect, open_engine
+from callboard.supervision.settings import Settings
+
+MODEL_LEN = 1024
+
+
+class GatedRunner(ScriptedRunner):
+    """A runner whose steps wait, on the device thread, while the gate is closed."""
+
+    def __init__(self) -> None:
+        super().__init__(max_model_len=MODEL_LEN)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.poison: int | None = None
+
+    def execute(self, step: RunStep) -> StepDone:
+        assert self.gate.wait(10.0), "the test forgot to open the gate"
+        if any(self.poison in unpack_ids(admit.prompt) for admit in step.admits):
+            raise RuntimeError("the device is on fire")
+        return super().execute(step)
+
+
+class Letters:
+    """A tokenizer of one token a letter."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        return "".join(f"{turn['role'][0]}{turn['content']}" for turn in messages)
+
+
+def parts(runner: ScriptedRunner, codec: Letters | None = None) -> ReplicaParts:
+    return ReplicaParts(
+        make_runner=lambda: runner,
+        codec=codec,
+        text_for=None,
+        vocab_size=1000,
+        eos_token_ids=(),
+    )
+
+
+@asynccontextmanager
+async def opened(
+    runner: ScriptedRunner | None = None, codec: Letters | None = None
+) -> AsyncIterator[Engine]:
+    async with open_engine(parts=parts(runner or GatedRunner(), codec)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def runner() -> GatedRunner:
+    return GatedRunner()
+
+
+@pytest.fixture
+async def engine(runner: GatedRunner) -> AsyncIterator[Engine]:
+    with trio.fail_after(20.0):
+        async with opened(runner) as open_:
+            yield open_
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL", logger="callboard")
+
+
+async def replica(engine: Engine) -> Any:
+    """Return what status says of the one replica."""
+    [found] = (await engine.status()).replicas
+    return found
+
+
+async def all_is_free(engine: Engine) -> bool:
+    """Whether no request holds anything."""
+    found = await replica(engine)
+    return (found.running, found.waiting, found.paused) == (0, 0, 0) and (
+        found.blocks_free == found.blocks_total
+    )
+
+
+# Requests
+
+
+async def test_generate_returns_the_tokens_behind_each_prompt_in_order(engine: Engine) -> None:
+    answers = await engine.generate([[5], [100, 200], [7]], max_tokens=3)
+
+    assert [answer.token_ids for answer in answers] == [[6, 7, 8], [201, 202, 203], [8, 9, 10]]
+    assert [answer.prompt_token_ids for answer in answers] == [[5], [100, 200], [7]]
+    assert {answer.finish_reason for answer in answers} == {FinishReason.LENGTH}
+
+
+async def test_generate_of_nothing_is_nothing(engine: Engine) -> None:
+    assert await engine.generate([]) == []
+
+
+async def test_a_stream_brings_tokens_as_they_come_and_ends_after_the_last(
+    engine: Engine,
+) -> None:
+    async with engine.submit([5], max_tokens=3) as stream:
+        deltas = [delta async for delta in stream]
+
+    assert [unpack_ids(delta.token_ids) for delta in deltas] == [[6], [7], [8]]
+    assert [delta.start for delta in deltas] == [0, 1, 2]
+    assert stream.finish_reason is FinishReason.LENGTH
+
+
+async def test_a_stream_knows_its_prompt_and_seed_once_it_is_accepted(engine: Engine) -> None:
+    async with engine.submit([5], max_tokens=1, seed=77) as stream:
+        assert stream.prompt_token_ids == [5]
+        assert stream.seed == 77
+
+
+async def test_options_go_on_top_of_parameters(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=5, seed=1)
+
+    [answer] = await engine.generate([[5]], params, max_tokens=2)
+
+    assert answer.token_ids == [6, 7]
+    assert answer.seed == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids"),
+    [
+        ("ab", [97, 98]),
+        (TextPrompt(text="ab"), [97, 98]),
+        ([97, 98], [97, 98]),
+        ((97, 98), [97, 98]),
+        (TokenPrompt(token_ids=b"\x61\0\0\0"), [97]),
+        ([ChatMessage(role="user", content="hi")], [ord("u"), ord("h"), ord("i")]),
+    ],
+)
+async def test_a_prompt_may_be_text_ids_or_a_conversation(prompt: Any, ids: list[int]) -> None:
+    async with opened(codec=Letters()) as engine:
+        [answer] = await engine.generate([prompt], max_tokens=1)
+
+    assert answer.prompt_token_ids == ids
+
+
+WRONG = [
+    # prompt, options, the field that is named, and a part of what is allowed
+    pytest.param([5], {"temprature": 1.0}, "temprature", "temperature", id="unknown option"),
+    pytest.param([5], {"temperature": "hot"}, "temperature", "float", id="wrong type"),
+    pytest.param([5], {"stop": "text"}, "stop", "array", id="one stop string"),
+    pytest.param([5], {"temperature": float("nan")}, "temperature", "0", id="NaN"),
+    pytest.param([5], {"temperature": float("inf")}, "temperature", "100", id="infinite"),
+    pytest.param([5], {"temperature": -1.0}, "temperature", "0", id="negative"),
+    pytest.param([5], {"top_k": -1}, "top_k", "0", id="negative top_k"),
+    pytest.param([5], {"top_p": 0.0}, "top_p", "above 0", id="top_p of zero"),
+    pytest.param([5], {"min_p": 2.0}, "min_p", "0.0 to 1.0", id="min_p above one"),
+    pytest.param([5], {"max_tokens": 0}, "max_tokens", "1 to", id="no tokens"),
+    pytest.param([5], {"min_tokens": 9, "max_tokens": 3}, "min_tokens", "3", id="min over max"),
+    pytest.param([5], {"logprobs": 21}, "logprobs", "20", id="many logprobs"),
+    pytest.param([5], {"stop_token_ids": [1000]}, "stop_token_ids", "999", id="foreign stop id"),
+    pytest.param([5], {"stop": ["x"]}, "stop", "none", id="stop string without tokenizer"),
+    pytest.param([5], {"seed": 2**70}, "seed", "0 to", id="seed over 63 bits"),
+    pytest.param([5], {"seed": -1}, "seed", "0 to", id="negative seed"),
+    pytest.param([5], {"priority": "high"}, "priority", "int", id="priority in words"),
+    pytest.param([5], {"priority": 2**70}, "priority", "64 bits", id="priority over 64 bits"),
+    pytest.param([5], {"timeout_s": 0.0}, "timeout_s", "above 0", id="no time"),
+    pytest.param([5], {"timeout_s": float("nan")}, "timeout_s", "above 0", id="NaN seconds"),
+    pytest.param([5], {"request_id": 5}, "request_id", "str", id="id that is no text"),
+    pytest.param([5], {"request_id": "x" * 257}, "request_id", "256", id="long id"),
+    pytest.param([], {}, "prompt", "at least 1", id="empty prompt"),
+    pytest.param([1000], {}, "prompt", "0 to 999", id="id behind the vocabulary"),
+    pytest.param([-1], {}, "prompt", "0 to 999", id="negative id"),
+    pytest.param([10**12], {}, "prompt", "token ids", id="id over 32 bits"),
+    pytest.param([1.5], {}, "prompt", "token ids", id="half an id"),
+    pytest.param(["a", "b"], {}, "prompt", "token ids", id="list of texts"),
+    pytest.param(b"abc", {}, "prompt", "text", id="bytes"),
+    pytest.param(None, {}, "prompt", "text", id="nothing"),
+    pytest.param({"text": "a"}, {}, "prompt", "text", id="dictionary"),
+    pytest.param("text", {}, "prompt", "token ids", id="text without tokenizer"),
+    pytest.param("\ud800", {}, "prompt", "Unicode", id="half a character"),
+    pytest.param([5] * MODEL_LEN, {}, "prompt", "1 to", id="prompt as long as the context"),
+    pytest.param([5], {"max_tokens": MODEL_LEN}, "max_tokens", "1 to", id="output too long"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "options", "field", "allowed"), WRONG)
+async def test_a_wrong_request_is_refused_alone_with_the_field_and_what_is_allowed(
+    engine: Engine, prompt: Any, options: dict[str, Any], field: str, allowed: str
+) -> None:
+    async with engine.submit([7], max_tokens=50) as other:
+        with pytest.raises(RequestError) as refused:
+            async with engine.submit(prompt, **{"max_tokens": 3, **options}):
+                pass
+
+        answer = await other.completion()
+
+    assert refused.value.field == field
+    assert allowed in refused.value.allowed
+    assert len(answer.token_ids) == 50
+    assert await all_is_free(engine)
+
+
+async def test_an_id_that_is_in_use_is_refused_and_its_user_is_not_disturbed(
+    engine: Engine,
+) -> None:
+    await engine.pause()
+    async with engine.submit([5], max_tokens=3, request_id="mine") as first:
+        with pytest.raises(RequestError) as refused:
+            async with engine.submit([9], max_tokens=3, request_id="mine"):
+                pass
+        await engine.unpause()
+
+        answer = await first.completion()
+
+    assert refused.value.field == "request_id"
+    assert answer.token_ids == [6, 7, 8]
+
+
+async def test_an_id_can_be_used_again_when_its_request_has_ended(engine: Engine) -> None:
+    for _ in range(2):
+        async with engine.submit([5], max_tokens=1, request_id="mine") as stream:
+            assert (await stream.completion()).id == "mine"
+
+
+async def test_generate_raises_the_first_error_plain_and_aborts_the_others(
+    engine: Engine,
+) -> None:
+    await engine.pause()
+
+    with pytest.raises(RequestError) as refused:
+        await engine.generate([[5], [1000], [2000], [6]], max_tokens=3)
+
+    assert refused.value.field == "prompt"
+    assert await all_is_free(engine)
+
+
+async def test_leaving_a_stream_early_frees_what_it_held(engine: Engine) -> None:
+    async with engine.submit([5], max_tokens=250) as stream:
+        async for _ in stream:
+            break
+
+    assert await all_is_free(engine)
+
+
+async def test_an_error_inside_a_stream_comes_out_and_frees_what_it_held(engine: Engine) -> None:
+    with pytest.raises(KeyError):
+        async with engine.submit([5], max_tokens=250):
+            raise KeyError
+
+    assert await all_is_free(engine)
+
+
+async def test_cancelling_whoever_reads_a_stream_frees_what_it_held(engine: Engine) -> None:
+    await engine.pause()
+    with trio.move_on_after(0.05) as scope:
+        await engine.generate([[5], [6]], max_tokens=250)
+
+    assert scope.cancelled_caught
+    assert await all_is_free(engine)
+
+
+async def test_a_request_can_be_aborted_by_its_id(engine: Engine) -> None:
+    await engine.pause()
+    async with engine.submit([5], request_id="mine") as stream, engine.submit([6]) as other:
+        aborted = await engine.abort("mine")
+
+        answer = await stream.completion()
+
+        assert aborted.aborted == 1
+        assert answer.finish_reason is FinishReason.ABORT
+        assert other.finish_reason is None
+
+
+async def test_all_requests_can_be_aborted(engine: Engine) -> None:
+    await engine.pause()
+    async with engine.submit([5]) as one, engine.submit([6]) as two:
+        aborted = await engine.abort(all=True)
+
+        answers = [await one.completion(), await two.completion()]
+
+    assert aborted.aborted == 2
+    assert [answer.finish_reason for answer in answers] == [FinishReason.ABORT] * 2
+
+
+async def test_an_unknown_id_aborts_nothing(engine: Engine) -> None:
+    assert (await engine.abort("nobody's")).aborted == 0
+
+
+async def test_abort_must_say_what_is_meant(engine: Engine) -> None:
+    with pytest.raises(RequestError) as refused:
+        await engine.abort()
+
+    assert refused.value.field == "request_id"
+
+
+async def test_a_request_whose_time_is_over_ends_with_what_it_has(engine: Engine) -> None:
+    await engine.pause()
+    async with engine.submit([5], timeout_s=0.05) as stream:
+        answer = await stream.completion()
+
+    assert answer.finish_reason is FinishReason.DEADLINE
+
+
+async def test_a_request_that_keeps_killing_the_device_is_failed_by_name(
+    engine: Engine, runner: GatedRunner
+) -> None:
+    runner.poison = 13
+    async with engine.submit([7], max_tokens=10) as other:
+        with pytest.raises(RequestFailed, match="the device failed"):
+            await engine.generate([[13]], max_tokens=2)
+        answer = await other.completion()
+
+    assert answer.token_ids == list(range(8, 18))
+
+
+# Control
+
+
+async def test_no_step_runs_while_paused_and_requests_queue(
+    engine: Engine, runner: GatedRunner
+) -> None:
+    reply = await engine.pause()
+    steps = runner.steps
+    async with engine.submit([5], max_tokens=3) as stream:
+        assert (await replica(engine)).waiting == 1
+        assert runner.steps == steps
+
+        await engine.unpause()
+
+        assert (await stream.completion()).token_ids == [6, 7, 8]
+    assert reply.state is State.PAUSED
+
+
+async def test_verbs_are_harmless_when_repeated(engine: Engine) -> None:
+    for verb in (engine.pause, engine.suspend, engine.resume, engine.unpause):
+        first, again = await verb(), await verb()
+
+        assert first.state is again.state
+
+
+async def test_suspend_frees_memory_and_says_how_much_and_resume_goes_on(
+    engine: Engine, runner: GatedRunner
+) -> None:
+    async with engine.submit([5], max_tokens=200) as stream:
+        suspended = await engine.suspend(weights=WeightsLevel.DISCARD)
+        assert (runner.allocated, runner.loaded) == (False, False)
+
+        resumed = await engine.resume()
+
+        answer = await stream.completion()
+    assert suspended.bytes_freed == 3000
+    assert resumed.state is State.RUNNING
+    assert answer.token_ids == list(range(6, 206))
+
+
+async def test_levels_can_be_given_as_words(engine: Engine, runner: GatedRunner) -> None:
+    await engine.suspend(kv="keep", weights="keep")
+
+    assert runner.allocated
+    with pytest.raises(ControlRefused, match="kv=keep, weights=keep"):
+        await engine.suspend(kv=KVLevel.DROP)
+
+
+async def test_a_paused_engine_is_paused_after_suspend_and_resume(engine: Engine) -> None:
+    await engine.pause()
+    await engine.suspend()
+
+    assert (await engine.resume()).state is State.PAUSED
+
+
+async def test_unpause_is_refused_while_suspended(engine: Engine) -> None:
+    await engine.suspend()
+
+    with pytest.raises(ControlRefused, match="unpause: the tree is suspended: resume first"):
+        await engine.unpause()
+
+
+async def test_pause_can_let_running_requests_finish(engine: Engine) -> None:
+    async with engine.submit([5], max_tokens=100) as stream:
+        reply = await engine.pause(PauseMode.DRAIN)
+
+        assert stream.finish_reason is FinishReason.LENGTH
+        assert reply.state is State.PAUSED
+
+
+async def test_pause_can_abort_what_runs(engine: Engine) -> None:
+    async with engine.submit([5], max_tokens=250) as stream:
+        await engine.pause("abort")
+
+        assert (await stream.completion()).finish_reason is FinishReason.ABORT
+
+
+async def test_a_mode_that_does_not_exist_is_a_value_error(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="nicely"):
+        await engine.pause("nicely")
+
+
+async def test_who_does_not_answer_a_verb_in_time_is_named(
+    engine: Engine, runner: GatedRunner
+) -> None:
+    runner.gate.clear()
+    async with engine.submit([5], max_tokens=3) as stream:
+        with pytest.raises(DeadlineExceeded, match="replica-0/scheduler"):
+            await engine.pause(timeout=0.3)
+        assert (await engine.status()).state is State.PAUSING
+        runner.gate.set()
+
+        assert (await engine.pause()).state is State.PAUSED
+        await engine.unpause()
+
+        assert (await stream.completion()).token_ids == [6, 7, 8]
+
+
+async def test_status_shows_the_tree(engine: Engine) -> None:
+    await engine.generate([[5]], max_tokens=3)
+
+    reply = await engine.status()
+
+    found = await replica(engine)
+    assert reply.state is State.RUNNING
+    assert [child.name for child in reply.tree.children] == ["metrics", "coordinator", "replicas"]
+    assert found.steps == 3
+    assert found.blocks_total == found.blocks_free == 64
+
+
+async def test_wait_for_returns_when_the_state_is_reached(engine: Engine) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(engine.pause)
+
+        reply = await engine.wait_for(State.PAUSED, timeout=5.0)
+
+    assert reply.state is State.PAUSED
+
+
+async def test_wait_for_says_what_it_saw_when_the_time_is_over(engine: Engine) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"not paused within 0\.2 s, but running"):
+        await engine.wait_for(State.PAUSED, timeout=0.2)
+
+
+# Stop
+
+
+async def test_stop_ends_open_requests_with_their_terminal_delta(engine: Engine) -> None:
+    await engine.pause()
+    async with engine.submit([5], max_tokens=3) as stream:
+        reply = await engine.stop()
+
+        assert (await stream.completion()).finish_reason is FinishReason.ABORT
+    assert reply.state is State.STOPPED
+
+
+async def test_stop_gives_open_requests_their_time(engine: Engine) -> None:
+    async with engine.submit([5], max_tokens=200) as stream:
+        await engine.stop(drain_s=10.0)
+
+        assert (await stream.completion()).finish_reason is FinishReason.LENGTH
+
+
+async def test_a_stopped_engine_refuses_with_typed_errors_and_says_so(engine: Engine) -> None:
+    await engine.stop()
+
+    with pytest.raises(ActorStopped, match="stopping"):
+        await engine.generate([[5]])
+    with pytest.raises(ControlRefused, match="stopped"):
+        await engine.pause()
+    assert (await engine.stop()).state is State.STOPPED
+    assert (await engine.status()).state is State.STOPPED
+
+
+# The block
+
+
+async def test_an_exception_of_the_block_comes_out_as_it_was_raised() -> None:
+    cause, context = KeyError("cause"), KeyError("context")
+    error = ValueError("mine")
+    error.__cause__, error.__context__ = cause, context
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        async with opened():
+            raise error
+
+    assert caught.value is error
+    assert (error.__cause__, error.__context__) == (cause, context)
+
+
+async def test_a_group_of_the_callers_own_stays_a_group() -> None:
+    error = ValueError("one")
+
+    with pytest.raises(ExceptionGroup, match="mine") as caught:
+        async with opened():
+            raise ExceptionGroup("mine", [error])
+
+    assert caught.value.exceptions == (error,)
+
+
+async def test_an_error_of_a_request_comes_out_of_the_block_plain() -> None:
+    with pytest.raises(RequestError):
+        async with opened() as engine:
+            await engine.generate([[1000]])
+
+
+def device_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "callboard device"]
+
+
+async def test_cancelling_the_callers_scope_closes_everything() -> None:
+    with trio.fail_after(10.0), trio.CancelScope() as scope:
+        async with opened() as engine, engine.submit([5], max_tokens=250) as stream:
+            async for _ in stream:
+                scope.cancel()
+
+    assert scope.cancelled_caught
+    assert device_threads() == []
+
+
+async def test_leaving_the_block_closes_everything() -> None:
+    async with opened() as engine:
+        await engine.generate([[5]], max_tokens=2)
+        assert len(device_threads()) == 1
+
+    assert device_threads() == []
+
+
+async def test_two_engines_can_run_side_by_side() -> None:
+    async with opened() as one, opened() as two:
+        await one.pause()
+        [answer] = await two.generate([[5]], max_tokens=2)
+
+        assert answer.token_ids == [6, 7]
+        assert (await one.status()).state is State.PAUSED
+        assert (await two.status()).state is State.RUNNING
+
+
+async def test_an_engine_can_be_opened_after_another() -> None:
+    for _ in range(2):
+        async with opened() as engine:
+            [answer] = await engine.generate([[5]], max_tokens=1)
+            assert answer.token_ids == [6]
+
+
+async def test_an_engine_used_after_its_block_says_that_it_is_closed() -> None:
+    async with opened() as engine:
+        pass
+
+    with trio.fail_after(5.0):
+        with pytest.raises(ActorStopped, match="closed"):
+            await engine.generate([[5]])
+        with pytest.raises(ActorStopped, match="closed"):
+            await engine.pause()
+        with pytest.raises(ActorStopped, match="closed"):
+            await engine.status()
+
+
+async def test_a_stream_that_outlives_its_engine_is_told() -> None:
+    async def read(
+        engine: Engine, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        async with engine.submit([5], max_tokens=3) as stream:
+            task_status.started()
+            with pytest.raises(ActorStopped, match="closed"):
+                await stream.completion()
+
+    with trio.fail_after(10.0):
+        async with trio.open_nursery() as nursery, opened() as engine:
+            await engine.pause()
+            await nursery.start(read, engine)
+
+
+async def test_settings_and_their_fields_are_not_given_together() -> None:
+    with pytest.raises(ConfigError, match="not both"):
+        async with open_engine(Settings(), replicas=2):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        ({"replicsa": 2}, "replicsa is no setting"),
+        ({"replicas": "two"}, "replicas"),
+        ({"kv_cache_gb": -1.0}, "kv_cache_gb is -1.0"),
+    ],
+)
+async def test_a_wrong_setting_is_named(overrides: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        async with open_engine(**overrides):
+            pass
+
+
+async def test_a_device_that_does_not_come_up_is_named_with_the_reason() -> None:
+    class Broken(ScriptedRunner):
+        def load(self) -> None:
+            raise MemoryError("not enough")
+
+    with pytest.raises(StartFailed) as failed:
+        async with opened(Broken()):
+            pass
+
+    assert str(failed.value) == "replica-0/executor did not start: MemoryError: not enough"
+    assert device_threads() == []
+
+
+async def test_several_replicas_can_share_the_process() -> None:
+    made = ReplicaParts(
+        make_runner=GatedRunner, codec=None, text_for=None, vocab_size=1000, eos_token_ids=()
+    )
+
+    async with open_engine(parts=made, replicas=3) as engine:
+        answers = await engine.generate([[n] for n in range(12)], max_tokens=2)
+        reply = await engine.status()
+
+    assert [answer.token_ids for answer in answers] == [[n + 1, n + 2] for n in range(12)]
+    assert [one.name for one in reply.replicas] == ["replica-0", "replica-1", "replica-2"]
+    assert all(one.steps > 0 for one in reply.replicas)
+
+
+# Far away
+
+
+async def test_nobody_at_an_endpoint_is_a_plain_error_within_the_time(tmp_path: Path) -> None:
+    with trio.fail_after(5.0), pytest.raises(Unreachable, match="nobody"):
+        async with connect(f"ipc://{tmp_path / 'nobody'}", timeout=0.1):
+            pass
+
+
+async def test_an_endpoint_that_is_none_is_an_os_error() -> None:
+    with pytest.raises(OSError, match="nonsense"):
+        async with connect("nonsense"):
+            pass
+
+
+def test_the_public_names_are_these() -> None:
+    assert callboard.open_engine is open_engine
+    assert callboard.connect is connect

@@ -1,0 +1,419 @@
+"""The server, whole: sockets, signals and replica processes whose model is a script."""
+
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from callboard.messages.base import unpack_ids
+from callboard.messages.control import ReplicaStatus, State, StatusReply
+from callboard.messages.errors import (
+    ActorStopped,
+    CallboardError,
+    DeadlineExceeded,
+    StartFailed,
+    Unreachable,
+)
+from callboard.messages.requests import FinishReason
+from callboard.supervision.engine import Engine, RequestStream, connect
+from callboard.supervision.serve import serve
+from callboard.supervision.settings import Settings
+
+pytestmark = pytest.mark.usefixtures("scripted_replicas")
+
+
+class Server:
+    """A running server: what it said, and how it ended."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.said: list[str] = []
+        self.news = trio.Event()
+        self.ended = trio.Event()
+
+    async def run(self) -> None:
+        await serve(self.settings, announce=self._announce)
+        self.ended.set()
+
+    def _announce(self, line: str) -> None:
+        self.said.append(line)
+        self.news.set()
+
+    async def says(self, words: str) -> None:
+        """Wait until it says something."""
+        while not any(words in line for line in self.said):
+            self.news = trio.Event()
+            await self.news.wait()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder a server may put temporary files into."""
+    path = tmp_path / "tmp"
+    path.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL", logger="callboard")
+
+
+@asynccontextmanager
+async def running(folder: Path, **overrides: object) -> AsyncIterator[Server]:
+    """Run a server until it ends by itself or the block does."""
+    listen = f"ipc://{folder / 'server'}"
+    server = Server(Settings(**{"listen": listen, **overrides}))  # type: ignore[arg-type]
+    with trio.fail_after(30.0):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.run)
+            yield server
+            nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def ready(folder: Path, **overrides: object) -> AsyncIterator[tuple[Server, Engine]]:
+    """Run a server that has started, and connect to it."""
+    async with running(folder, **overrides) as server:
+        await server.says("ready at")
+        async with connect(server.settings.listen) as engine:
+            yield server, engine
+
+
+async def replica(engine: Engine) -> ReplicaStatus:
+    [one] = (await engine.status()).replicas
+    return one
+
+
+async def new_replica(engine: Engine, old: int) -> ReplicaStatus:
+    """Wait until another process has taken a replica's place, and is up."""
+    while True:
+        one = await replica(engine)
+        if one.pid not in (0, old, os.getpid()) and one.blocks_total:
+            return one
+        await trio.sleep(0.02)
+
+
+async def read(stream: RequestStream, num_tokens: int) -> list[int]:
+    """Read so many tokens of a stream."""
+    tokens: list[int] = []
+    async for delta in stream:
+        tokens += unpack_ids(delta.token_ids)
+        if len(tokens) >= num_tokens:
+            break
+    return tokens
+
+
+def executor(status: StatusReply) -> dict[str, int | float | str]:
+    """Return what the executor of the first replica says of itself."""
+    [replicas] = [node for node in status.tree.children if node.name == "replicas"]
+    [device] = [node for node in replicas.children[0].children if node.name.endswith("device")]
+    [found] = [node for node in device.children if node.name.endswith("executor")]
+    return found.details
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# Start and stop
+
+
+async def test_a_server_says_where_it_is_ready_serves_and_stops_when_told(folder: Path) -> None:
+    async with ready(folder) as (server, engine):
+        answers = await engine.generate([[n] for n in range(8)], max_tokens=5)
+        pid = (await replica(engine)).pid
+        stopped = await engine.stop()
+        await server.ended.wait()
+
+    assert [answer.token_ids[-1] for answer in answers] == [n + 5 for n in range(8)]
+    assert server.said == [f"callboard: ready at {server.settings.listen}"]
+    assert pid != os.getpid()
+    assert stopped.state is State.STOPPED
+    assert not is_alive(pid)
+    assert list(folder.iterdir()) == []
+
+
+async def test_a_port_of_zero_is_filled_in(folder: Path) -> None:
+    async with running(folder, listen="tcp://127.0.0.1:0") as server:
+        await server.says("ready at tcp://127.0.0.1:")
+        endpoint = server.said[0].split()[-1]
+
+        async with connect(endpoint) as engine:
+            assert (await engine.status()).endpoint == endpoint
+            assert (await engine.pause()).done
+
+
+async def test_a_server_open_to_all_tells_each_client_where_it_may_send_verbs(
+    folder: Path,
+) -> None:
+    async with running(folder, listen="tcp://0.0.0.0:0") as server:
+        await server.says("ready at tcp://0.0.0.0:")
+        port = server.said[0].rpartition(":")[2]
+
+        async with connect(f"tcp://127.0.0.1:{port}") as engine:
+            assert (await engine.pause()).done
+
+
+async def test_clients_of_a_server_that_stopped_get_typed_errors(folder: Path) -> None:
+    async with ready(folder) as (server, engine):
+        await engine.stop()
+        await server.ended.wait()
+
+        for attempt in (engine.pause(), engine.status(), engine.generate([[5]])):
+            with pytest.raises((ActorStopped, Unreachable)):
+                await attempt
+
+
+async def test_status_can_be_had_while_the_replica_starts(folder: Path) -> None:
+    async with running(folder) as server, connect(server.settings.listen) as engine:
+        began = time.monotonic()
+        status = await engine.status()
+
+        assert status.state is State.STARTING
+        assert time.monotonic() - began < 1.0
+        assert (await engine.wait_for(State.RUNNING, timeout=10.0)).state is State.RUNNING
+
+
+async def test_an_endpoint_that_is_taken_is_named(folder: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        endpoint = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+
+        with pytest.raises(StartFailed, match=f"in use: '{endpoint}'"):
+            await serve(Settings(listen=endpoint), announce=lambda line: None)
+
+    assert list(folder.iterdir()) == []
+
+
+async def test_a_folder_that_is_not_there_is_named(folder: Path) -> None:
+    with pytest.raises(StartFailed, match="nowhere/server"):
+        await serve(Settings(listen=f"ipc://{folder}/nowhere/server"), announce=lambda line: None)
+
+
+async def test_a_replica_that_does_not_start_is_the_reason_the_server_does_not(
+    folder: Path,
+) -> None:
+    settings = Settings(listen=f"ipc://{folder / 'server'}", model="missing.gguf")
+
+    with pytest.raises(StartFailed) as failed:
+        await serve(settings, announce=lambda line: None)
+
+    assert str(failed.value) == "replica-0 did not start: missing.gguf: no such file"
+    assert list(folder.iterdir()) == []
+
+
+# Signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_the_first_signal_lets_open_requests_finish(
+    folder: Path, number: signal.Signals
+) -> None:
+    async with ready(folder) as (server, engine):
+        async with engine.submit([0], max_tokens=150) as stream:
+            first = await read(stream, 1)
+            signal.raise_signal(number)
+            answer = await stream.completion()
+        await server.ended.wait()
+
+    assert first + answer.token_ids == list(range(1, 151))
+    assert any(number.name in line for line in server.said)
+
+
+async def test_the_second_signal_ends_open_requests_now(folder: Path) -> None:
+    async with ready(folder) as (server, engine):
+        async with engine.submit([0], max_tokens=200, timeout_s=600) as stream:
+            await engine.pause()
+            await engine.unpause()
+            signal.raise_signal(signal.SIGINT)
+            await server.says("SIGINT, stopping")
+            signal.raise_signal(signal.SIGINT)
+            answer = await stream.completion()
+        await server.ended.wait()
+
+    assert answer.finish_reason is FinishReason.ABORT
+    assert server.said[-1] == "callboard: SIGINT again, stopping now"
+
+
+async def test_a_signal_to_a_paused_server_does_not_wait_for_what_cannot_run(
+    folder: Path,
+) -> None:
+    async with ready(folder) as (server, engine):
+        await engine.pause()
+        async with engine.submit([0], max_tokens=50) as stream:
+            began = time.monotonic()
+            signal.raise_signal(signal.SIGTERM)
+            answer = await stream.completion()
+        await server.ended.wait()
+
+    assert answer.finish_reason is FinishReason.ABORT
+    assert time.monotonic() - began < 5.0
+
+
+async def test_a_signal_while_the_server_starts_ends_it_promptly(folder: Path) -> None:
+    async with running(folder) as server:
+        async with connect(server.settings.listen) as engine:
+            assert (await engine.status()).state is State.STARTING
+        began = time.monotonic()
+        signal.raise_signal(signal.SIGINT)
+        await server.ended.wait()
+
+    assert time.monotonic() - began < 3.0
+    assert not any("ready" in line for line in server.said)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_replica_leaves_signals_to_its_root(folder: Path, number: signal.Signals) -> None:
+    async with ready(folder) as (_, engine):
+        pid = (await replica(engine)).pid
+        os.kill(pid, number)
+
+        [answer] = await engine.generate([[5]], max_tokens=5)
+
+        assert answer.token_ids == [6, 7, 8, 9, 10]
+        assert (await replica(engine)).pid == pid
+
+
+# Replicas that die
+
+
+async def test_a_killed_replica_is_replaced_and_every_stream_goes_on(folder: Path) -> None:
+    answers: dict[int, list[int]] = {}
+
+    async def generate(engine: Engine, first: int, begun: trio.Event) -> None:
+        async with engine.submit([first], max_tokens=60) as stream:
+            head = await read(stream, 5)
+            begun.set()
+            answers[first] = head + (await stream.completion()).token_ids
+
+    async with ready(folder) as (_, engine):
+        old = (await replica(engine)).pid
+        begun = [trio.Event() for _ in range(8)]
+        async with trio.open_nursery() as nursery:
+            for number, event in enumerate(begun):
+                nursery.start_soon(generate, engine, number, event)
+            for event in begun:
+                await event.wait()
+            os.kill(old, signal.SIGKILL)
+        after = await new_replica(engine, old)
+
+    assert answers == {number: list(range(number + 1, number + 61)) for number in range(8)}
+    assert after.restarts == 1
+
+
+async def test_a_replica_killed_while_paused_comes_back_paused(folder: Path) -> None:
+    async with ready(folder) as (_, engine):
+        await engine.pause()
+        old = (await replica(engine)).pid
+        async with engine.submit([5], max_tokens=3) as stream:
+            os.kill(old, signal.SIGKILL)
+
+            after = await new_replica(engine, old)
+            repeated = await engine.pause()
+            waiting = await replica(engine)
+
+            assert repeated.state is State.PAUSED
+            assert (after.steps, waiting.steps, waiting.waiting) == (0, 0, 1)
+            await engine.unpause()
+            assert (await stream.completion()).token_ids == [6, 7, 8]
+
+
+async def test_a_replica_killed_while_suspended_comes_back_without_memory(folder: Path) -> None:
+    async with ready(folder) as (_, engine):
+        await engine.suspend(weights="discard")
+        old = (await replica(engine)).pid
+        async with engine.submit([5], max_tokens=3) as stream:
+            os.kill(old, signal.SIGKILL)
+
+            await new_replica(engine, old)
+            details = executor(await engine.status())
+
+            assert (details["allocated"], details["loaded"]) == (0, 0)
+            assert (await engine.resume()).state is State.RUNNING
+            assert (await stream.completion()).token_ids == [6, 7, 8]
+
+
+async def test_a_verb_sent_while_a_replica_is_replaced_waits_for_it(folder: Path) -> None:
+    async with ready(folder) as (_, engine):
+        os.kill((await replica(engine)).pid, signal.SIGKILL)
+
+        reply = await engine.pause()
+
+        assert reply.done
+        assert any(child.name == "replica-0/scheduler" for child in reply.children)
+
+
+async def test_a_replica_that_does_not_react_is_named_and_asked_again(folder: Path) -> None:
+    async with ready(folder) as (_, engine):
+        pid = (await replica(engine)).pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(DeadlineExceeded, match="replica-0"):
+                await engine.pause(timeout=0.5)
+            began = time.monotonic()
+            status = await engine.status()
+            took = time.monotonic() - began
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+        assert took < 3.0
+        assert status.state is State.PAUSING
+        assert [(one.name, one.pid) for one in status.replicas] == [("replica-0", pid)]
+        assert (await engine.pause()).state is State.PAUSED
+
+
+async def test_a_replica_that_stood_still_for_a_moment_goes_on(folder: Path) -> None:
+    async with ready(folder) as (_, engine), engine.submit([0], max_tokens=150) as stream:
+        head = await read(stream, 5)
+        pid = (await replica(engine)).pid
+        os.kill(pid, signal.SIGSTOP)
+        await trio.sleep(0.3)
+        os.kill(pid, signal.SIGCONT)
+
+        tail = (await stream.completion()).token_ids
+
+    assert head + tail == list(range(1, 151))
+
+
+async def test_a_server_that_is_cancelled_leaves_no_process_and_no_file(folder: Path) -> None:
+    async with ready(folder) as (_, engine):
+        pid = (await replica(engine)).pid
+
+    assert not is_alive(pid)
+    assert list(folder.iterdir()) == []
+
+
+async def test_a_stop_with_streams_open_gives_each_its_terminal_delta(folder: Path) -> None:
+    reasons: list[FinishReason | CallboardError] = []
+
+    async def generate(engine: Engine, begun: trio.Event) -> None:
+        async with engine.submit([0], max_tokens=200) as stream:
+            begun.set()
+            reasons.append((await stream.completion()).finish_reason)
+
+    async with ready(folder) as (server, engine):
+        begun = [trio.Event() for _ in range(4)]
+        async with trio.open_nursery() as nursery:
+            for event in begun:
+                nursery.start_soon(generate, engine, event)
+            for event in begun:
+                await event.wait()
+            await engine.stop()
+        await server.ended.wait()
+
+    assert reasons == [FinishReason.ABORT] * 4
