@@ -130,6 +130,7 @@ class Coordinator(Actor[CoordinatorInbox]):
                 self._end(self._routing.open_requests(), FinishReason.ABORT)
             case _Overdue():
                 self._end_overdue()
+        self._assign_waiting()
         self._acknowledge_stop()
         return answer
 
@@ -203,13 +204,17 @@ class Coordinator(Actor[CoordinatorInbox]):
             self._listening.send(peer, refused)
             return
         self._taken += 1
-        self._assign(request)
+        self._assign_waiting()
+        if request.replica is None:
+            self._watch_deadline(request.deadline)
+
+    def _assign_waiting(self) -> None:
+        while (request := self._routing.next_to_assign()) is not None:
+            self._assign(request)
 
     def _assign(self, request: OpenRequest) -> None:
         replica = self._routing.assign(request)
-        if replica is None:
-            self._watch_deadline(request.deadline)
-            return
+        assert replica is not None
         try:
             # A replica that is gone by now says so with a Left, which brings the request back.
             self._listening.send(replica, request.for_replica(trio.current_time()))
@@ -272,8 +277,6 @@ class Coordinator(Actor[CoordinatorInbox]):
         if hello.role is Role.REPLICA:
             self._routing.replica_joined(peer)
             self.log.info("replica joined", replica=hello.name)
-            for request in self._routing.unassigned():
-                self._assign(request)
 
     def _leave(self, peer: PeerKey, reason: str) -> None:
         again, hopeless = self._routing.replica_left(peer)
@@ -288,7 +291,7 @@ class Coordinator(Actor[CoordinatorInbox]):
             if request.aborting:
                 self._end([request], FinishReason.ABORT)
             else:
-                self._assign(request)
+                self._watch_deadline(request.deadline)
         # At once, not when a replica has said so: the client may come back with the same ids.
         self._end(self._routing.client_left(peer), FinishReason.ABORT)
 

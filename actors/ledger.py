@@ -12,7 +12,7 @@ from typing import Protocol
 from callboard.messages.base import pack_floats, pack_ids
 from callboard.messages.errors import Failure
 from callboard.messages.requests import Delta, FinishReason, RequestId
-from callboard.messages.sampling import SamplingParams
+from callboard.messages.sampling import LogprobsMode, SamplingParams
 from callboard.messages.steps import RowId, RowSampling
 
 TopLogprobs = tuple[tuple[int, float], ...]
@@ -123,6 +123,12 @@ class Request:
             stop_token_ids=self.stop_token_ids,
             first_position=len(self.output),
             logprobs=-1 if params.logprobs is None else params.logprobs,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=params.logit_bias,
+            bad_token_ids=params.bad_token_ids,
+            processed_logprobs=params.logprobs_mode == LogprobsMode.PROCESSED,
         )
 
     def take_token(

@@ -3,12 +3,17 @@
 A request lives here from its submission to its terminal delta. Each time it is given to a replica
 it gets a fresh wire id, so whatever a replica says about an earlier attempt, or says late to a
 coordinator that was restarted, matches nothing.
+
+A replica that is lost takes all it had along, and which of them it was lost of is not known. Each
+request counts the replicas it was lost with since its last token; one that has several is tried
+apart from others of that kind, so that the count of the innocent goes back to 0 and that of the
+guilty goes on to MAX_ATTEMPTS.
 """
 
 import itertools
 import secrets
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import msgspec
 
@@ -28,6 +33,9 @@ PeerKey = bytes
 MAX_OPEN = 16_384
 MAX_ATTEMPTS = 4
 """Replicas a request may be lost with, without a token in between, before it is their cause."""
+
+TRIED_APART = 2
+"""After so many losses a replica is given no other such request before this one has a token."""
 
 
 class OpenRequest:
@@ -50,6 +58,11 @@ class OpenRequest:
         self.accepted = False
         self.aborting = False
         self._ledger = ledger
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it was part of so many losses that it may be their cause."""
+        return self.losses >= TRIED_APART
 
     @property
     def wire_id(self) -> RequestId:
@@ -83,11 +96,13 @@ class Routing:
         self._by_client: dict[PeerKey, dict[RequestId, OpenRequest]] = {}
         self._by_replica: dict[PeerKey, dict[int, OpenRequest]] = {}
         self._unassigned: dict[int, OpenRequest] = {}
+        self._suspects: dict[int, OpenRequest] = {}  # unassigned, too
+        self._on_trial: dict[PeerKey, OpenRequest] = {}  # a replica's suspect
 
     @property
     def num_open(self) -> int:
         """How many requests have no terminal delta yet."""
-        return len(self._by_wire_id) + len(self._unassigned)
+        return len(self._by_wire_id) + len(self._unassigned) + len(self._suspects)
 
     @property
     def num_replicas(self) -> int:
@@ -96,8 +111,7 @@ class Routing:
 
     def open_requests(self) -> list[OpenRequest]:
         """Return all open requests, oldest first."""
-        found = [*self._by_wire_id.values(), *self._unassigned.values()]
-        return sorted(found, key=lambda request: request.number)
+        return _by_age([*self._by_wire_id.values(), *self.unassigned()])
 
     def submit(self, client: PeerKey, submit: Submit, now: float) -> OpenRequest:
         """Take a request in. Raises RequestError or MailboxFull."""
@@ -134,21 +148,33 @@ class Routing:
         self._unassigned[request.number] = request
         return request
 
-    def assign(self, request: OpenRequest) -> PeerKey | None:
-        """Give an unassigned request to the replica with the fewest; None when there is none."""
+    def next_to_assign(self) -> OpenRequest | None:
+        """Return the oldest request that waits and for which there is a replica, or None."""
         if not self._by_replica:
             return None
-        replica = min(self._by_replica, key=lambda key: len(self._by_replica[key]))
-        del self._unassigned[request.number]
+        waiting = self._unassigned
+        if not waiting and len(self._on_trial) < len(self._by_replica):
+            waiting = self._suspects
+        return waiting[min(waiting)] if waiting else None
+
+    def assign(self, request: OpenRequest) -> PeerKey | None:
+        """Give a request to the replica with the fewest; None when there is none for it."""
+        replicas = self._replicas_for(request)
+        if not replicas:
+            return None
+        replica = min(replicas, key=lambda key: len(self._by_replica[key]))
+        self._take_up(request)
         request.replica = replica
         request.attempts += 1
+        if request.is_suspect:
+            self._on_trial[replica] = request
         self._by_replica[replica][request.number] = request
         self._by_wire_id[request.wire_id] = request
         return replica
 
     def unassigned(self) -> list[OpenRequest]:
         """Return the requests that wait for a replica, oldest first."""
-        return sorted(self._unassigned.values(), key=lambda request: request.number)
+        return _by_age([*self._unassigned.values(), *self._suspects.values()])
 
     def find(self, replica: PeerKey, wire_id: RequestId) -> OpenRequest | None:
         """Return the request that this replica calls so now."""
@@ -180,7 +206,8 @@ class Routing:
             delta = request.terminal(FinishReason.ERROR, failure)
         else:
             request.output.frombytes(delta.token_ids)
-            request.losses = 0 if delta.token_ids else request.losses
+            if delta.token_ids:
+                self._acquit(request)
             delta = msgspec.structs.replace(delta, request_id=request.client_id)
         if delta.finish is not None:
             self.close(request)
@@ -188,7 +215,8 @@ class Routing:
 
     def close(self, request: OpenRequest) -> None:
         """Forget a request that has its terminal delta, or was refused."""
-        self._unassigned.pop(request.number, None)
+        self._acquit(request)
+        self._take_up(request)
         self._by_wire_id.pop(request.wire_id, None)
         if request.replica is not None:
             self._by_replica.get(request.replica, {}).pop(request.number, None)
@@ -204,13 +232,15 @@ class Routing:
     def replica_left(self, replica: PeerKey) -> tuple[list[OpenRequest], list[OpenRequest]]:
         """A replica is gone: returns its requests to give away again, and those to fail."""
         lost = self._by_replica.pop(replica, {}).values()
+        self._on_trial.pop(replica, None)
         again: list[OpenRequest] = []
         hopeless: list[OpenRequest] = []
-        for request in sorted(lost, key=lambda request: request.number):
+        for request in _by_age(lost):
             del self._by_wire_id[request.wire_id]
             request.replica = None
             request.losses += 1
-            self._unassigned[request.number] = request
+            waiting = self._suspects if request.is_suspect else self._unassigned
+            waiting[request.number] = request
             (again if request.losses < MAX_ATTEMPTS else hopeless).append(request)
         return again, hopeless
 
@@ -222,6 +252,24 @@ class Routing:
         """Return every client's request of that id."""
         clients: Iterable[dict[RequestId, OpenRequest]] = self._by_client.values()
         return [mine[request_id] for mine in clients if request_id in mine]
+
+    def _replicas_for(self, request: OpenRequest) -> Collection[PeerKey]:
+        if not request.is_suspect:
+            return self._by_replica
+        return [replica for replica in self._by_replica if replica not in self._on_trial]
+
+    def _take_up(self, request: OpenRequest) -> None:
+        self._unassigned.pop(request.number, None)
+        self._suspects.pop(request.number, None)
+
+    def _acquit(self, request: OpenRequest) -> None:
+        request.losses = 0
+        if request.replica is not None and self._on_trial.get(request.replica) is request:
+            del self._on_trial[request.replica]
+
+
+def _by_age(requests: Iterable[OpenRequest]) -> list[OpenRequest]:
+    return sorted(requests, key=lambda request: request.number)
 
 
 def _nonsense(request: OpenRequest, delta: Delta) -> str:

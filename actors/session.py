@@ -5,11 +5,14 @@ other versions and other message types by name, pings, credit (so that a slow re
 before anything fills up), asks that are answered or fail, and typed refusals of what is no message.
 
 `Listener` is the listening side and `Connection` the connecting one. Both run as a task of the
-actor they serve and put what arrives into its mailbox.
+actor they serve and put what arrives into its mailbox. What the actor has no room for waits here,
+within the credit given, and holds up neither pings nor credit nor answers.
 """
 
+import math
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar, cast
@@ -106,7 +109,8 @@ class Left(Message, frozen=True):
 SERVER: PeerKey = b""
 """The peer of whoever has only one."""
 
-Deliver = Callable[[Said | Joined | Left], Awaitable[None]]
+Event = Said | Joined | Left
+Deliver = Callable[[Event], Awaitable[None]]
 
 
 class PeerTooSlow(CallboardError):
@@ -160,6 +164,7 @@ class _Flow:
         self._send = send
         self._sent = 0
         self._acknowledged = 0
+        self._arrived = 0
         self._taken = 0
         self._told = 0
         self.outbox: deque[bytes] = deque()
@@ -194,6 +199,11 @@ class _Flow:
         self.room.set()
         self.room = trio.Event()
 
+    def arrive(self) -> bool:
+        """Count a frame that came; False when the peer takes no notice of its credit."""
+        self._arrived += 1
+        return self._arrived - self._taken <= 2 * WINDOW
+
     def take(self) -> Credit | None:
         """Count a frame taken; returns the credit to tell the peer about, now and then."""
         self._taken += 1
@@ -214,16 +224,37 @@ class _Peer:
         self.heard_at = trio.current_time()
 
 
-class _Speaker:
-    """What both sides share: frames from messages, with ids and causes."""
+class _Speaker(ABC):
+    """What both sides share: frames from messages, with ids and causes; events to the actor."""
 
-    def __init__(self, system: ActorSystem, name: str, max_frame_bytes: int) -> None:
+    def __init__(
+        self, system: ActorSystem, name: str, max_frame_bytes: int, deliver: Deliver
+    ) -> None:
         self._system = system
         self._name = name
         self.max_frame_bytes = max_frame_bytes
         self.asks = _Asks()
         self.frames_refused = 0
         self._closed = False
+        self._deliver = deliver
+        self._events_in: trio.MemorySendChannel[tuple[Event, _Flow | None]]
+        self._events_out: trio.MemoryReceiveChannel[tuple[Event, _Flow | None]]
+        self._events_in, self._events_out = trio.open_memory_channel(math.inf)  # credit bounds it
+
+    def _tell(self, event: Event, flow: _Flow | None = None) -> None:
+        """Let the actor hear of something, in order; `flow` is what it takes credit from."""
+        self._events_in.send_nowait((event, flow))
+
+    async def _deliver_all(self) -> None:
+        while True:
+            event, flow = await self._events_out.receive()
+            await self._deliver(event)
+            if flow is not None:
+                self._count(event.peer, flow)
+
+    @abstractmethod
+    def _count(self, peer: PeerKey, flow: _Flow) -> None:
+        """A frame has been taken; tell the peer now and then, if that is its session still."""
 
     def _frame(self, message: Message, *, timeout: float | None = None) -> tuple[int, bytes]:
         cell = current_cell.get()
@@ -286,16 +317,14 @@ class Listener(_Speaker):
 
         `welcome` makes the Welcome for a session id.
         """
-        super().__init__(system, name, max_frame_bytes)
+        super().__init__(system, name, max_frame_bytes, deliver)
         self._port: ServerPort = network.listen(endpoint, max_frame_bytes=max_frame_bytes)
         self._allowed = {role: members(union) for role, union in inboxes.items()}
         self._schemas = {role: schema_hash(inboxes[role], outboxes[role]) for role in inboxes}
         kinds = {kind for union in inboxes.values() for kind in members(union)}
         self._union = _union([*members(SESSION), *sorted(kinds, key=str)])
         self._welcome = welcome
-        self._deliver = deliver
         self._peers: dict[PeerKey, _Peer] = {}
-        self._given_up: dict[PeerKey, str] = {}  # peers whose Left is still to be delivered
 
     @property
     def endpoint(self) -> str:
@@ -308,12 +337,13 @@ class Listener(_Speaker):
         return None if found is None else found.hello
 
     async def run(self) -> None:
-        """Read until closed; one task."""
+        """Read until closed."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_silence)
+            nursery.start_soon(self._deliver_all)
             while not self._closed:
                 for key, frame in await self._frames():
-                    await self._take(key, frame)
+                    self._take(key, frame)
             nursery.cancel_scope.cancel(f"{self._name} was closed")
 
     def close(self) -> None:
@@ -352,32 +382,22 @@ class Listener(_Speaker):
 
         return await self._ask(peer, call, timeout, post)
 
-    async def drop(self, peer: PeerKey, reason: str) -> None:
-        """Forget a peer and tell the actor."""
-        self._give_up(peer, reason)
-        await self._tell_given_up()
+    def drop(self, peer: PeerKey, reason: str) -> None:
+        """Forget a peer and tell the actor.
 
-    def _give_up(self, key: PeerKey, reason: str) -> None:
-        """Forget a peer now; its Left is delivered later, since a sender must not wait for that.
-
-        Whatever it says next makes it say Hello again, and begin a new session.
+        Whatever the peer says next makes it say Hello again, and begin a new session.
         """
-        peer = self._peers.pop(key, None)
-        if peer is not None:
-            log.info("peer given up", peer=peer.hello.name, reason=reason)
-            self._given_up[key] = reason
-            self.asks.fail_of(key, ActorStopped(f"the peer is gone: {reason}"))
-
-    async def _tell_given_up(self) -> None:
-        while self._given_up:
-            key = next(iter(self._given_up))
-            await self._deliver(Left(peer=key, reason=self._given_up.pop(key)))
+        known = self._peers.pop(peer, None)
+        if known is not None:
+            log.info("peer dropped", peer=known.hello.name, reason=reason)
+            self.asks.fail_of(peer, ActorStopped(f"the peer is gone: {reason}"))
+            self._tell(Left(peer=peer, reason=reason))
 
     def _post(self, peer: _Peer, frame: bytes) -> bool:
         try:
             peer.flow.post(frame)
         except (PeerGone, PeerTooSlow, trio.WouldBlock) as error:
-            self._give_up(peer.key, _reason(error))
+            self.drop(peer.key, _reason(error))
             return False
         return True
 
@@ -389,28 +409,29 @@ class Listener(_Speaker):
                 raise
             return []
 
-    async def _take(self, key: PeerKey, frame: bytes) -> None:
+    def _take(self, key: PeerKey, frame: bytes) -> None:
         peer = self._peers.get(key)
         try:
             envelope = decode_frame(frame, max_bytes=self.max_frame_bytes)
             if peer is not None:
                 peer.heard_at = trio.current_time()
                 if envelope.answers:
-                    self._count(peer)
+                    peer.flow.arrive()
+                    self._count(key, peer.flow)
                     self.asks.settle(key, envelope)
                     return
             message = decode_body(envelope.body, self._union)
         except WireError as error:
             self._refuse(key, error)
             return
-        await self._dispatch(key, peer, message, envelope)
+        self._dispatch(key, peer, message, envelope)
 
-    async def _dispatch(
+    def _dispatch(
         self, key: PeerKey, peer: _Peer | None, message: Message, envelope: Envelope
     ) -> None:
         match message:
             case Hello():
-                await self._greet(key, message)
+                self._greet(key, message)
             case _ if peer is None:
                 self._reply(key, WhoAreYou())
             case Ping():
@@ -418,10 +439,9 @@ class Listener(_Speaker):
             case Credit(taken=taken):
                 self._acknowledge(peer, taken)
             case Bye():
-                await self.drop(key, "left")
+                self.drop(key, "left")
             case _ if isinstance(message, self._allowed[peer.hello.role]):
-                self._count(peer)
-                await self._deliver(_said(key, message, envelope))
+                self._hear(peer, message, envelope)
             case Pong():
                 pass
             case _:
@@ -430,7 +450,13 @@ class Listener(_Speaker):
                     WireError(f"{type(message).__name__} is not for a {peer.hello.role} to say"),
                 )
 
-    async def _greet(self, key: PeerKey, hello: Hello) -> None:
+    def _hear(self, peer: _Peer, message: Message, envelope: Envelope) -> None:
+        if peer.flow.arrive():
+            self._tell(_said(peer.key, message, envelope), peer.flow)
+        else:
+            self.drop(peer.key, "it sends more than it has credit for")
+
+    def _greet(self, key: PeerKey, hello: Hello) -> None:
         expected = self._schemas.get(hello.role)
         mismatch = _mismatch(hello, expected, self._name)
         if mismatch is not None:
@@ -440,23 +466,22 @@ class Listener(_Speaker):
         if known is not None and known.hello.incarnation == hello.incarnation:
             self._reply(key, self._welcome(known.session))
             return
-        await self._tell_given_up()  # it may be this peer that left before
         flow = _Flow(lambda frame: self._port.send_nowait(key, frame))
         peer = self._peers[key] = _Peer(key, hello, flow)
+        self._tell(Joined(peer=key, hello=hello))
         # Before the actor can say anything to it, which would belong to no session.
         self._reply(key, self._welcome(peer.session))
-        await self._deliver(Joined(peer=key, hello=hello))
 
     def _acknowledge(self, peer: _Peer, taken: int) -> None:
         try:
             peer.flow.acknowledge(taken)
         except (PeerGone, trio.WouldBlock) as error:
-            self._give_up(peer.key, _reason(error))
+            self.drop(peer.key, _reason(error))
 
-    def _count(self, peer: _Peer) -> None:
-        credit = peer.flow.take()
-        if credit is not None:
-            self._reply(peer.key, credit)
+    def _count(self, peer: PeerKey, flow: _Flow) -> None:
+        known, credit = self._peers.get(peer), flow.take()
+        if credit is not None and known is not None and known.flow is flow:
+            self._reply(peer, credit)
 
     def _refuse(self, key: PeerKey, error: WireError) -> None:
         self.frames_refused += 1
@@ -464,11 +489,11 @@ class Listener(_Speaker):
         self._reply(key, FrameRefused(failure=Failure.of(error)))
 
     def _reply(self, key: PeerKey, message: Message) -> None:
-        """Send a session message; a peer that cannot take it is given up."""
+        """Send a session message; a peer that cannot take it is dropped."""
         try:
             self._port.send_nowait(key, self._frame(message)[1])
         except (PeerGone, trio.WouldBlock, trio.ClosedResourceError) as error:
-            self._give_up(key, _reason(error))
+            self.drop(key, _reason(error))
 
     async def _watch_silence(self) -> None:
         while True:
@@ -476,10 +501,9 @@ class Listener(_Speaker):
             now = trio.current_time()
             for key, peer in list(self._peers.items()):
                 if now - peer.heard_at > SILENCE_LIMIT_S:
-                    self._give_up(key, f"it was silent for {now - peer.heard_at:.0f} s")
+                    self.drop(key, f"it was silent for {now - peer.heard_at:.0f} s")
                 elif now - peer.heard_at > PING_INTERVAL_S:
                     self._reply(key, Ping())
-            await self._tell_given_up()
 
 
 class Connection(_Speaker):
@@ -504,20 +528,17 @@ class Connection(_Speaker):
         max_frame_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
         """`inbox` is what the server may say, `outbox` what it may be told."""
-        super().__init__(system, name, max_frame_bytes)
+        super().__init__(system, name, max_frame_bytes, deliver)
         self.endpoint = endpoint
         self.welcome: Welcome | None = None
         self._role = role
         self._incarnation = time.time_ns()
         self._schema = schema_hash(outbox, inbox)
         self._union = _union([*members(SESSION), *members(inbox)])
-        self._deliver = deliver
         self._port: ClientPort = network.connect(endpoint, max_frame_bytes=max_frame_bytes)
         self._flow = _Flow(self._port.send_nowait)
         self._present = False
-        self._lost: str | None = None  # why, while the Left is still to be delivered
         self._heard_at = trio.current_time()
-        self._reading = False  # else it waits for whoever it delivers to, which is not silence
         self._welcomed = trio.Event()
         self._refusal: CallboardError | None = None
 
@@ -527,13 +548,13 @@ class Connection(_Speaker):
         return self._present
 
     async def run(self) -> None:
-        """Read until closed; one task."""
+        """Read until closed."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_silence)
+            nursery.start_soon(self._deliver_all)
             while not self._closed:
                 for frame in await self._frames():
-                    await self._take(frame)
-                self._heard_at = trio.current_time()
+                    self._take(frame)
             nursery.cancel_scope.cancel(f"the connection to {self.endpoint} was closed")
 
     async def wait_welcome(self, timeout: float = HANDSHAKE_TIMEOUT_S) -> Welcome:
@@ -579,21 +600,20 @@ class Connection(_Speaker):
         self._port.close()
 
     async def _frames(self) -> list[bytes]:
-        self._reading = True
         try:
             return await self._port.receive()
         except trio.ClosedResourceError:
             if not self._closed:
                 raise
             return []
-        finally:
-            self._reading = False
 
-    async def _take(self, frame: bytes) -> None:
+    def _take(self, frame: bytes) -> None:
+        self._heard_at = trio.current_time()
         try:
             envelope = decode_frame(frame, max_bytes=self.max_frame_bytes)
             if envelope.answers:
-                self._count()
+                self._flow.arrive()
+                self._count(SERVER, self._flow)
                 self.asks.settle(SERVER, envelope)
                 return
             message = decode_body(envelope.body, self._union)
@@ -602,17 +622,16 @@ class Connection(_Speaker):
             log.warning("frame refused", endpoint=self.endpoint, reason=str(error))
             self._be_refused(error)
             return
-        await self._dispatch(message, envelope)
+        self._dispatch(message, envelope)
 
-    async def _dispatch(self, message: Message, envelope: Envelope) -> None:
+    def _dispatch(self, message: Message, envelope: Envelope) -> None:
         match message:
             case Welcome():
-                await self._be_welcomed(message)
+                self._be_welcomed(message)
             case Unwelcome(failure=failure):
                 self._be_refused(failure.error())
             case WhoAreYou():
                 self._lose("the server does not know us any more")
-                await self._tell_lost()
                 self._say_hello()
             case Ping():
                 self._say(Pong())
@@ -622,25 +641,24 @@ class Connection(_Speaker):
                 self._acknowledge(taken)
             case Bye():
                 self._lose("the server left")
-                await self._tell_lost()
             case FrameRefused(failure=failure):
                 log.warning("server refused a frame", reason=failure.message)
                 self._be_refused(failure.error())
+            case _ if self._flow.arrive():
+                self._tell(_said(SERVER, message, envelope), self._flow)
             case _:
-                self._count()
-                await self._deliver(_said(SERVER, message, envelope))
+                self._lose("the server sends more than it has credit for")
 
-    async def _be_welcomed(self, welcome: Welcome) -> None:
+    def _be_welcomed(self, welcome: Welcome) -> None:
         known, self.welcome = self.welcome, welcome
         self._refusal = None
         self._welcomed.set()
         if known is not None and known.session == welcome.session:
             return
         self._lose("the server began anew")
-        await self._tell_lost()
         self._flow = _Flow(self._port.send_nowait)
         self._present = True
-        await self._deliver(Joined(peer=SERVER, hello=welcome))
+        self._tell(Joined(peer=SERVER, hello=welcome))
 
     def _be_refused(self, error: CallboardError) -> None:
         """Before the handshake is over, a refusal is the answer to it."""
@@ -649,19 +667,14 @@ class Connection(_Speaker):
             self._welcomed.set()
 
     def _lose(self, reason: str) -> None:
-        """End the session, if there is one; the Left is delivered later, where one may wait."""
+        """End the session, if there is one."""
         if not self._present:
             return
         self._present = False
         self._incarnation += 1  # so that the server begins anew, too
-        self._lost = reason
         self._flow.wake()
         self.asks.fail_all(ActorStopped(reason))
-
-    async def _tell_lost(self) -> None:
-        if self._lost is not None:
-            reason, self._lost = self._lost, None
-            await self._deliver(Left(peer=SERVER, reason=reason))
+        self._tell(Left(peer=SERVER, reason=reason))
 
     def _hello(self) -> bytes:
         hello = Hello(
@@ -679,9 +692,9 @@ class Connection(_Speaker):
         except trio.WouldBlock:
             self._lose(f"{self.endpoint} takes no messages")
 
-    def _count(self) -> None:
-        credit = self._flow.take()
-        if credit is not None:
+    def _count(self, peer: PeerKey, flow: _Flow) -> None:
+        credit = flow.take()
+        if credit is not None and flow is self._flow:
             self._say(credit)
 
     def _post(self, frame: bytes) -> None:
@@ -710,9 +723,8 @@ class Connection(_Speaker):
         while True:
             await trio.sleep(PING_INTERVAL_S)
             silence = trio.current_time() - self._heard_at
-            if self._reading and silence > SILENCE_LIMIT_S:
+            if silence > SILENCE_LIMIT_S:
                 self._lose(f"{self.endpoint} was silent for {silence:.0f} s")
-            await self._tell_lost()
             if not self._present:
                 self._say_hello()
             elif silence > PING_INTERVAL_S:

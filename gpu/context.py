@@ -37,6 +37,8 @@ from callboard.gpu.admission import (
 )
 from callboard.gpu.blocks import BlockPool
 from callboard.gpu.memory import blocks_for
+from callboard.gpu.ragged import Lines
+from callboard.gpu.row_rules import RowRules
 from callboard.gpu.rows import NO_ROW, NO_TOKEN, Indices, RowTable
 from callboard.gpu.sampling import SamplingRows
 from callboard.gpu.staging import Staging
@@ -102,6 +104,7 @@ class DynamicContext:
         self._rows = RowTable(
             max_rows=max_rows, max_blocks=blocks_for(max_model_len, block_tokens), dummy=self.dummy
         )
+        self._rules = RowRules()
         self._num_rows = 0
         self._num_paused = 0
         self._half_prefilled: _HalfPrefilled | None = None
@@ -151,6 +154,7 @@ class DynamicContext:
         place = self._num_rows
         self._num_rows += 1
         self._rows.write(place, admit.row, admit.sampling)
+        self._rows["rules"][place] = self._rules.add(prompt, admit.sampling)
         self._feed(place, prompt[: admit.num_tokens], admit.blocks)
         if admit.num_tokens < len(prompt):
             self._half_prefilled = _HalfPrefilled(admit.row, prompt)
@@ -226,7 +230,7 @@ class DynamicContext:
         stop_ids = self._rows.stop_ids_of(sampling)
         too_early = records["position"] < records["min_tokens"]
         rows, columns = np.nonzero((stop_ids != NO_TOKEN) & too_early[:, None])
-        return SamplingRows.build(
+        sampling_rows = SamplingRows.build(
             temperature=records["temperature"],
             top_k=records["top_k"],
             top_p=records["top_p"],
@@ -235,6 +239,9 @@ class DynamicContext:
             position=records["position"],
             banned=(rows, stop_ids[rows, columns]),
         )
+        if len(self._rules):
+            return self._rules.apply(self._lines(sampling), sampling_rows)
+        return sampling_rows
 
     def logprobs_wanted(self) -> npt.NDArray[np.int32]:
         """Return what each sampling row asks for, [S]: see `RowSampling.logprobs`."""
@@ -325,6 +332,8 @@ class DynamicContext:
         self._check_blocks(rows["num_blocks"])
         self._check_regions(rows["query_length"])
         assert (self._rows["id"][self._num_rows :] == NO_ROW).all(), "a place is not empty"
+        lines = rows["rules"][rows["rules"] > 0].tolist()
+        assert len(set(lines)) == len(lines) == len(self._rules), "wrong lines of rules"
 
     # How rows move
 
@@ -339,6 +348,8 @@ class DynamicContext:
         self._rows["next_token"][sampling] = token_ids_S
         self._rows["position"][sampling] += 1
         self._prefill_ids.clear()
+        if len(self._rules):
+            self._rules.record(self._lines(sampling), token_ids_S)
         self._release(self._num_paused + np.flatnonzero(leaving))
         self._compact(leaving)
         return self._pause_full_rows()
@@ -376,7 +387,9 @@ class DynamicContext:
         self.grant(self.row_ids[:count], pool.allocate(count))
 
     def _release(self, places: Indices) -> None:
-        """Give blocks back to the pool, where the context has one."""
+        """Give up what rows that leave hold: their rules, and blocks of the context's own pool."""
+        if len(self._rules):
+            self._rules.remove(self._lines(places))
         if self._pool is not None and len(places):
             self._pool.release(self._rows.blocks_of(places))
 
@@ -408,6 +421,9 @@ class DynamicContext:
             self._half_prefilled.row not in self._prefill_ids
         )
         return self._num_rows - sits_out
+
+    def _lines(self, places: Indices | slice) -> Lines:
+        return self._rows["rules"][places].astype(np.int64)
 
     def _active(self, field: str) -> npt.NDArray[np.int32]:
         return self._rows[field][self._num_paused : self._num_rows]

@@ -26,6 +26,7 @@ ROW = np.dtype(
         ("max_tokens", np.int32),
         ("min_tokens", np.int32),
         ("num_stop_ids", np.int32),
+        ("rules", np.int32),  # the row's line in `RowRules`; 0 where it has none
         ("temperature", np.float32),
         ("top_k", np.int32),
         ("top_p", np.float32),

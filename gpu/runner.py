@@ -7,6 +7,7 @@ the device.
 Letters: T tokens of a step, S rows that sample in it, D model width, V vocabulary.
 """
 
+import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -307,21 +308,28 @@ def _sample(logits_SV: Tensor, context: DynamicContext) -> _Sampled:
         token_ids_S=result.token_ids_R.cpu().numpy(),
         failed_S=result.nan_rows_R.cpu().numpy(),
         logprobs_S=result.logprobs_R.cpu().numpy() if (wanted_S >= 0).any() else None,
-        top_logprobs_S=_top_logprobs(logits_SV, wanted_S),
+        top_logprobs_S=_top_logprobs(result.scored_RV, wanted_S),
     )
 
 
 def _top_logprobs(logits_SV: Tensor, wanted_S: npt.NDArray[np.int32]) -> list[TopLogprobs]:
-    """Return as many of the likeliest tokens as each row wants; empty where no row wants any."""
+    """Return as many of the likeliest tokens as each row wants; empty where no row wants any.
+
+    A row gets fewer where fewer are possible at all.
+    """
     most = int(wanted_S.max(initial=0))
     if most == 0:
         return []
     ids_SK, logprobs_SK = top_logprobs(logits_SV, most)
     rows = zip(ids_SK.tolist(), logprobs_SK.tolist(), wanted_S.tolist(), strict=True)
-    return [
-        tuple(zip(ids[:wanted], logprobs[:wanted], strict=True)) if wanted > 0 else ()
-        for ids, logprobs, wanted in rows
-    ]
+    return [_top_of_row(ids, logprobs, wanted) for ids, logprobs, wanted in rows]
+
+
+def _top_of_row(ids: list[int], logprobs: list[float], wanted: int) -> TopLogprobs:
+    if wanted <= 0:
+        return ()
+    pairs = zip(ids[:wanted], logprobs[:wanted], strict=True)
+    return tuple((token_id, logprob) for token_id, logprob in pairs if logprob > -math.inf)
 
 
 def _report(

@@ -1,8 +1,12 @@
 """Choosing the next token of every row in one batched pass, the same token whatever the batch.
 
-Order, as in vLLM: bans (minimum tokens); then, in rows with a temperature, temperature, min-p,
-top-k, and top-p over what those left. Temperature 0 is greedy and is never divided by. Tokens tied
-with the last one that top-k or top-p keeps are all kept, so nothing hangs on how ties are sorted.
+Order, as in vLLM: bans (bad words, minimum tokens), bias, and the repetition, frequency and
+presence penalties (see `penalties`); then, in rows with a temperature, temperature, min-p, top-k,
+and top-p over what those left. Temperature 0 is greedy and is never divided by. Tokens tied with
+the last one that top-k or top-p keeps are all kept, so nothing hangs on how ties are sorted.
+
+Log-probabilities are raw, of the logits as the model gave them, or processed, of what the row chose
+from after all of that; a token that is never drawn then has -inf.
 
 A draw is a race: token i finishes after E / weight_i with E exponential, and the first wins, which
 happens with its probability. (It is the Gumbel trick without its outer logarithm.) Inverse CDF
@@ -27,6 +31,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from callboard.gpu.penalties import Adjustments, adjusted
 
 _WEIGHT_ONE = 2**40
 """The weight of probability 1: finer than logits are exact, and 2^22 of it fit in an int64."""
@@ -76,6 +82,10 @@ class SamplingRows:
     uses_top_k: bool
     uses_top_p: bool
     uses_min_p: bool
+    adjustments: Adjustments | None = None
+    """Biases and penalties; None where no row has any."""
+    processed_R: Tensor | None = None
+    """bool: rows that want processed log-probs; None where no row does."""
 
     @classmethod
     def build(
@@ -115,10 +125,10 @@ class SamplingRows:
 
     def to(self, device: torch.device) -> "SamplingRows":
         """Return the same rows with their tensors on the device."""
-        tensors = {name: getattr(self, name) for name in _TENSOR_FIELDS}
-        return replace(
-            self, **{name: t.to(device, non_blocking=True) for name, t in tensors.items()}
-        )
+        names = _TENSOR_FIELDS if self.processed_R is None else (*_TENSOR_FIELDS, "processed_R")
+        tensors = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        adjustments = self.adjustments and self.adjustments.to(device)
+        return replace(self, adjustments=adjustments, **tensors)
 
 
 _TENSOR_FIELDS = tuple(field.name for field in fields(SamplingRows) if field.type is Tensor)
@@ -131,9 +141,11 @@ class SampleResult:
     token_ids_R: Tensor
     """int64; 0 in a bad row."""
     logprobs_R: Tensor
-    """float32 natural log-probability under the logits as the model gave them; NaN in a bad row."""
+    """float32 natural log-probability, raw or processed as the row wants it; NaN in a bad row."""
     nan_rows_R: Tensor
     """bool: bad rows, in which a logit is NaN or +inf, or none that is allowed is above -inf."""
+    scored_RV: Tensor
+    """float32: the logits that the row's log-probs are of."""
 
 
 def sample(logits_RV: Tensor, rows: SamplingRows) -> SampleResult:
@@ -142,19 +154,22 @@ def sample(logits_RV: Tensor, rows: SamplingRows) -> SampleResult:
     What a row gets depends on its own logits and parameters only, bit for bit.
     """
     logits_RV = logits_RV.float()
-    allowed_RV = _without_banned(logits_RV, rows)
+    allowed_RV = _adjusted(logits_RV, rows)
     peak_R, token_ids_R = allowed_RV.max(dim=-1)
+    scored_RV = _scored(logits_RV, allowed_RV, rows)
     if len(rows.sampled_rows_S):
-        drawn_S = _draw(allowed_RV, peak_R, rows)
+        drawn_S = _draw(allowed_RV, peak_R, rows, scored_RV)
         token_ids_R = token_ids_R.index_copy(0, rows.sampled_rows_S, drawn_S)
-    chosen_R1 = logits_RV.gather(-1, token_ids_R[:, None])
-    logprobs_R = _logprobs(logits_RV, chosen_R1).squeeze(-1)
-    # A NaN under a ban shows in the log-probability only.
+    logprobs_R = _logprobs_of(logits_RV, token_ids_R)
+    # A NaN under a ban shows in the raw log-probability only.
     nan_rows_R = ~torch.isfinite(peak_R) | torch.isnan(logprobs_R)
+    if rows.processed_R is not None:
+        logprobs_R = _logprobs_of(scored_RV, token_ids_R)
     return SampleResult(
         token_ids_R=token_ids_R.masked_fill(nan_rows_R, 0),
         logprobs_R=logprobs_R.masked_fill(nan_rows_R, torch.nan),
         nan_rows_R=nan_rows_R,
+        scored_RV=scored_RV,
     )
 
 
@@ -183,11 +198,21 @@ def _copy(numbers: Numbers, dtype: torch.dtype) -> Tensor:
     return torch.asarray(numbers, dtype=dtype, copy=True)
 
 
-def _without_banned(logits_RV: Tensor, rows: SamplingRows) -> Tensor:
-    if not len(rows.banned_rows_B):
+def _adjusted(logits_RV: Tensor, rows: SamplingRows) -> Tensor:
+    if not len(rows.banned_rows_B) and rows.adjustments is None:
         return logits_RV
-    minus_infinity = logits_RV.new_full((), -torch.inf)
-    return logits_RV.index_put((rows.banned_rows_B, rows.banned_tokens_B), minus_infinity)
+    return adjusted(logits_RV, rows.banned_rows_B, rows.banned_tokens_B, rows.adjustments)
+
+
+def _scored(logits_RV: Tensor, allowed_RV: Tensor, rows: SamplingRows) -> Tensor:
+    """Return what log-probs are taken of, as far as it is known before the draw."""
+    if rows.processed_R is None:
+        return logits_RV
+    return torch.where(rows.processed_R[:, None], allowed_RV, logits_RV)
+
+
+def _logprobs_of(logits_RV: Tensor, token_ids_R: Tensor) -> Tensor:
+    return _logprobs(logits_RV, logits_RV.gather(-1, token_ids_R[:, None])).squeeze(-1)
 
 
 def _logprobs(logits_RV: Tensor, chosen_RK: Tensor) -> Tensor:
@@ -200,8 +225,11 @@ def _logprobs(logits_RV: Tensor, chosen_RK: Tensor) -> Tensor:
     return chosen_RK - logits_RV.amax(dim=-1, keepdim=True) + likeliest_R1.log()
 
 
-def _draw(logits_RV: Tensor, peak_R: Tensor, rows: SamplingRows) -> Tensor:
-    """Draw a token for each sampled row, [S]; a bad row gets any id of the vocabulary."""
+def _draw(logits_RV: Tensor, peak_R: Tensor, rows: SamplingRows, scored_RV: Tensor) -> Tensor:
+    """Draw a token for each sampled row, [S]; a bad row gets any id of the vocabulary.
+
+    What it was drawn from is written into the scored logits of rows with processed log-probs.
+    """
     row_elements = max(logits_RV.shape[-1], 2**_DIGIT_BITS)
     piece = max(1, _PIECE_ELEMENTS[logits_RV.device.type] // row_elements)
     drawn = []
@@ -213,6 +241,10 @@ def _draw(logits_RV: Tensor, peak_R: Tensor, rows: SamplingRows) -> Tensor:
         scaled_SV.div_(rows.temperature_S[part, None])
         weights_SV = _filtered_weights(torch.softmax(scaled_SV, dim=-1), rows, part)
         drawn.append(_race(weights_SV, rows.seed_S[part], rows.position_S[part]))
+        if rows.processed_R is not None:
+            drawn_from_SV = scaled_SV.masked_fill_(weights_SV == 0, -torch.inf)
+            is_processed_S1 = rows.processed_R[row_S, None]
+            scored_RV[row_S] = torch.where(is_processed_S1, drawn_from_SV, scored_RV[row_S])
     return torch.cat(drawn)
 
 

@@ -4,7 +4,8 @@
 what it is given.
 """
 
-from collections.abc import Iterable
+import enum
+from collections.abc import Collection, Iterable
 
 import msgspec
 
@@ -16,6 +17,18 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGPROBS = 20
 MAX_TOP_K = 2**31 - 1
 MAX_SEED = 2**63 - 1
+MAX_LOGIT_BIAS = 300
+MAX_BAD_WORDS = 100
+MAX_BAD_WORD_CHARS = 128
+MAX_BAD_TOKEN_IDS = 300
+MAX_BAD_SEQUENCE_TOKENS = 64
+
+
+class LogprobsMode(enum.StrEnum):
+    """What log-probabilities are taken of."""
+
+    RAW = "raw"  # the logits as the model gave them
+    PROCESSED = "processed"  # what the token was chosen from, after all that the request asks for
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,6 +37,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. max_tokens None means "what the
     context has room for". seed None means that the engine draws one (and says which). logprobs n
     returns the log-probability of each output token and of the n likeliest alternatives.
+
+    repetition_penalty divides the positive logits of tokens that are in the prompt or the output,
+    and multiplies the negative ones; 1 is off. presence_penalty is taken off the logits of tokens
+    that are in the output, frequency_penalty as often as they are there; 0 is off. logit_bias is
+    added to the logits of its token ids. No word of bad_words and no sequence of bad_token_ids is
+    completed in the output, whatever the prompt ends with.
     """
 
     temperature: float = 1.0
@@ -39,6 +58,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    bad_words: tuple[str, ...] = ()
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW
 
 
 def check(params: SamplingParams, *, vocab_size: int) -> None:
@@ -54,9 +80,16 @@ def check(params: SamplingParams, *, vocab_size: int) -> None:
     _check_number("min_tokens", params.min_tokens, 0, params.max_tokens or 2**31 - 1)
     if params.logprobs is not None:
         _check_number("logprobs", params.logprobs, 0, MAX_LOGPROBS)
-    _check_stop_strings(params.stop)
+    _check_texts("stop", params.stop, MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
     _check_count("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS)
     check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    _check_number("repetition_penalty", params.repetition_penalty, 0.01, 100.0)
+    _check_number("presence_penalty", params.presence_penalty, -2.0, 2.0)
+    _check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
+    _check_logit_bias(params.logit_bias, vocab_size)
+    _check_texts("bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+    _check_bad_token_ids(params.bad_token_ids, vocab_size)
+    _check_logprobs_mode(params.logprobs_mode)
 
 
 def check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
@@ -71,17 +104,19 @@ def check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
 
 
 def _check_number(
-    field: str, value: float, low: float, high: float, *, low_open: bool = False
+    field: str, value: float, low: float, high: float, *, low_open: bool = False, of: str = ""
 ) -> None:
     above = value > low if low_open else value >= low
     if above and value <= high:  # never of NaN
         return
     bracket = "above " if low_open else ""
     allowed = f"{bracket}{low} to {high}"
-    raise RequestError(f"{field} is {value}, and must be {allowed}", field=field, allowed=allowed)
+    raise RequestError(
+        f"{field}{of} is {value}, and must be {allowed}", field=field, allowed=allowed
+    )
 
 
-def _check_count(field: str, values: tuple[object, ...], most: int) -> None:
+def _check_count(field: str, values: Collection[object], most: int) -> None:
     if len(values) > most:
         raise RequestError(
             f"{field} has {len(values)} entries, and may have {most}",
@@ -90,12 +125,41 @@ def _check_count(field: str, values: tuple[object, ...], most: int) -> None:
         )
 
 
-def _check_stop_strings(stop: tuple[str, ...]) -> None:
-    _check_count("stop", stop, MAX_STOP_STRINGS)
-    for text in stop:
-        if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
+def _check_texts(field: str, texts: tuple[str, ...], most: int, most_chars: int) -> None:
+    _check_count(field, texts, most)
+    for text in texts:
+        if not 1 <= len(text) <= most_chars:
             raise RequestError(
-                f"a stop string has {len(text)} characters",
-                field="stop",
-                allowed=f"1 to {MAX_STOP_STRING_CHARS} characters each",
+                f"{field} has a text of {len(text)} characters",
+                field=field,
+                allowed=f"1 to {most_chars} characters each",
             )
+
+
+def _check_logit_bias(logit_bias: dict[int, float], vocab_size: int) -> None:
+    _check_count("logit_bias", logit_bias, MAX_LOGIT_BIAS)
+    check_ids("logit_bias", logit_bias, vocab_size)
+    for token_id, bias in logit_bias.items():
+        _check_number("logit_bias", bias, -100.0, 100.0, of=f" of token {token_id}")
+
+
+def _check_bad_token_ids(sequences: tuple[tuple[int, ...], ...], vocab_size: int) -> None:
+    _check_count("bad_token_ids", sequences, MAX_BAD_TOKEN_IDS)
+    for ids in sequences:
+        check_ids("bad_token_ids", ids, vocab_size)
+        if not 1 <= len(ids) <= MAX_BAD_SEQUENCE_TOKENS:
+            raise RequestError(
+                f"bad_token_ids has a sequence of {len(ids)} tokens",
+                field="bad_token_ids",
+                allowed=f"1 to {MAX_BAD_SEQUENCE_TOKENS} tokens each",
+            )
+
+
+def _check_logprobs_mode(mode: LogprobsMode) -> None:
+    if mode not in tuple(LogprobsMode):
+        allowed = " or ".join(LogprobsMode)
+        raise RequestError(
+            f"logprobs_mode is {mode}, and must be {allowed}",
+            field="logprobs_mode",
+            allowed=allowed,
+        )

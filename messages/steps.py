@@ -15,7 +15,8 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     """How the tokens of a row are chosen and when it ends, with every default filled in.
 
     `first_position` is the output index of the row's first new token (above 0 after a
-    checkpoint); `max_tokens` and `min_tokens` count from output index 0.
+    checkpoint); `max_tokens` and `min_tokens` count from output index 0. For the other fields see
+    `SamplingParams`; the bad words are among `bad_token_ids`.
     """
 
     temperature: float
@@ -28,10 +29,20 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     stop_token_ids: tuple[int, ...]
     first_position: int = 0
     logprobs: int = -1  # -1 none, 0 of the chosen token, n also of the n likeliest
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    processed_logprobs: bool = False
 
 
 class Admit(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """A new row: its whole prompt, the first chunk's length in tokens, and that chunk's blocks."""
+    """A new row: its whole prompt, the first chunk's length in tokens, and that chunk's blocks.
+
+    The last `sampling.first_position` tokens of the prompt are output of an earlier row of the
+    same request, and count as output for penalties and bad words.
+    """
 
     row: RowId
     prompt: TokenIds

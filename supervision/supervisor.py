@@ -212,7 +212,7 @@ class Supervisor(Actor[ActorExited]):
 
     async def _ask_all(self, verb: Verb, deadline: float) -> list[ControlReply]:
         """Ask independent children together and others in order: down to pause, up to go on."""
-        children = [child for child in self._children.values() if not child.retired]
+        children = list(self._children.values())
         if self._strategy is Strategy.ONE_FOR_ONE:
             return await self._ask_together(children, verb, deadline)
         going_on = isinstance(verb, Unpause | Resume)

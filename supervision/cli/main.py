@@ -351,6 +351,10 @@ def main(arguments: list[str] | None = None) -> int:
         return USAGE
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except BaseExceptionGroup as group:  # an interrupt that met tasks of several nurseries
+        if group.split(KeyboardInterrupt)[1] is not None:
+            raise
+        return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has enough; the interpreter must not try to flush the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

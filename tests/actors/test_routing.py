@@ -248,6 +248,71 @@ def test_a_request_that_got_on_meanwhile_is_not_given_up() -> None:
         assert made.replica_left(A) == ([request], [])
 
 
+def lose(made: Routing, replica: PeerKey = A) -> list[OpenRequest]:
+    """Lose a replica and have it back; returns the requests that were given up."""
+    _, hopeless = made.replica_left(replica)
+    for request in hopeless:
+        made.close(request)
+    made.replica_joined(replica)
+    while (waiting := made.next_to_assign()) is not None:
+        made.assign(waiting)
+    return hopeless
+
+
+def test_after_one_loss_all_are_given_away_again_at_once() -> None:
+    made = routing(A)
+    requests = [running(made, str(number)) for number in range(5)]
+    lose(made)
+    assert all(request.replica == A for request in requests)
+
+
+def test_after_more_losses_a_replica_is_given_one_at_a_time() -> None:
+    made = routing(A)
+    requests = [running(made, str(number)) for number in range(3)]
+    lose(made)
+    lose(made)
+    assert [request.replica for request in requests] == [A, None, None]
+    fresh = made.submit(CLIENT, submit("fresh"), 0.0)
+    assert made.next_to_assign() is fresh  # which nobody suspects
+    made.assign(fresh)
+    assert made.next_to_assign() is None
+    made.deliver(requests[0], delta(requests[0], 0, 7))
+    assert made.next_to_assign() is requests[1]
+    made.assign(requests[1])
+    made.close(requests[1])  # another way to make room for the next
+    assert made.next_to_assign() is requests[2]
+
+
+def test_each_replica_is_given_one_of_those() -> None:
+    made = routing(A)
+    requests = [running(made, str(number)) for number in range(3)]
+    lose(made)
+    lose(made)
+    made.replica_joined(B)
+    while (request := made.next_to_assign()) is not None:
+        made.assign(request)
+    assert [request.replica for request in requests] == [A, B, None]
+
+
+@pytest.mark.parametrize("position", range(5))
+def test_a_request_that_keeps_killing_replicas_is_given_up_alone(position: int) -> None:
+    made = routing(A)
+    requests = [running(made, str(number)) for number in range(5)]
+    guilty, given_up = requests[position], list[OpenRequest]()
+    while not given_up:
+        if guilty.replica is not None:
+            given_up = lose(made)
+            continue
+        for request in requests:
+            if request.replica is not None:
+                made.deliver(request, delta(request, len(request.output), 7))
+        waiting = made.next_to_assign()
+        assert waiting is not None
+        made.assign(waiting)
+    assert given_up == [guilty]
+    assert made.num_open == 4
+
+
 def test_a_stranger_that_leaves_takes_nothing_along() -> None:
     made = routing(A)
     running(made)
@@ -284,20 +349,17 @@ def test_whatever_happens_the_tables_agree(seed: int) -> None:
                 if replica not in replicas:
                     made.replica_joined(replica)
                     replicas.add(replica)
-                    for request in made.unassigned():
-                        made.assign(request)
             case 1:
                 if replicas:
                     replica = rng.choice(sorted(replicas))
                     replicas.discard(replica)
                     again, hopeless = made.replica_left(replica)
+                    assert all(request.replica is None for request in again)
                     for request in hopeless:
                         made.close(request)
-                    for request in again:
-                        made.assign(request)
             case 2 | 3:
                 if made.num_open < 30:
-                    made.assign(made.submit(rng.choice((CLIENT, OTHER)), submit(str(step)), 0.0))
+                    made.submit(rng.choice((CLIENT, OTHER)), submit(str(step)), 0.0)
             case 4 | 5:
                 busy = [one for one in made.open_requests() if one.replica is not None]
                 if busy:
@@ -305,10 +367,13 @@ def test_whatever_happens_the_tables_agree(seed: int) -> None:
                     finish = FinishReason.STOP if rng.random() < 0.3 else None
                     start = len(request.output) + (rng.random() < 0.1)
                     made.deliver(request, delta(request, start, step, finish=finish))
+        while (waiting := made.next_to_assign()) is not None:
+            assert made.assign(waiting) in replicas
         check_tables(made, replicas)
     for request in made.open_requests():
         made.close(request)
-    assert (made._by_client, made._by_wire_id, made._unassigned) == ({}, {}, {})
+    tables = (made._by_client, made._by_wire_id, made._unassigned, made._suspects, made._on_trial)
+    assert tables == ({}, {}, {}, {}, {})
 
 
 def check_tables(made: Routing, replicas: set[PeerKey]) -> None:
@@ -319,9 +384,11 @@ def check_tables(made: Routing, replicas: set[PeerKey]) -> None:
         assert made.of_client(request.client, request.client_id) is request
         if request.replica is None:
             assert request in made.unassigned()
-            assert not replicas
+            assert not replicas or (request.is_suspect and set(made._on_trial) == replicas)
         else:
             assert made.find(request.replica, request.wire_id) is request
             assert made._by_replica[request.replica][request.number] is request
+            if request.is_suspect:
+                assert made._on_trial[request.replica] is request
     assert sum(map(len, made._by_client.values())) == len(requests)
     assert sum(map(len, made._by_replica.values())) + len(made.unassigned()) == len(requests)

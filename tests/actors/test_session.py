@@ -704,6 +704,65 @@ async def test_a_sender_that_does_not_wait_fills_the_outbox_and_ends_the_session
     await pair.at_connection.joined(2)
 
 
+async def test_a_peer_that_takes_no_notice_of_its_credit_is_dropped(
+    autojump_clock: MockClock, world: World
+) -> None:
+    world.listener(mail := Mail())
+    raw = world.raw()
+    await raw.hello()
+    await mail.joined()
+    mail.open = trio.Event()  # its actor takes nothing
+    for number in range(2 * WINDOW + 1):
+        await raw.say(Note(number=number))
+    await wait_all_tasks_blocked()
+    mail.open.set()
+    assert await mail.left() == "it sends more than it has credit for"
+    assert mail.count(Said) == 2 * WINDOW
+
+
+async def test_a_server_that_takes_no_notice_of_its_credit_is_lost(
+    autojump_clock: MockClock, world: World
+) -> None:
+    server = world.network.listen(ENDPOINT, max_frame_bytes=2**26)
+    connection = world.connection(mail := Mail())
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(connection.wait_welcome)
+        ((key, _),) = await server.receive()
+        welcome = Welcome(name="server", session="s", max_frame_bytes=9)
+        server.send_nowait(key, envelope(encode_body(welcome)))
+    await mail.joined()
+    mail.open = trio.Event()
+    note = envelope(encode_body(Note(number=1)))
+    for _ in range(2 * WINDOW + 2):
+        server.send_nowait(key, note)
+    await wait_all_tasks_blocked()
+    mail.open.set()
+    assert await mail.left() == "the server sends more than it has credit for"
+
+
+async def test_credit_pings_and_answers_pass_by_an_actor_that_takes_nothing(
+    autojump_clock: MockClock, world: World
+) -> None:
+    pair = await world.pair()
+    pair.at_connection.open = trio.Event()
+    for number in range(WINDOW):
+        pair.listener.send(pair.key, Note(number=number))
+    for number in range(3 * WINDOW):  # needs the listener's credit
+        await pair.connection.send(Note(number=number))
+    await pair.at_listener.said(3 * WINDOW)
+    await trio.sleep(2 * SILENCE_LIMIT_S)
+    async with trio.open_nursery() as nursery:
+
+        async def answer() -> None:
+            said = await pair.at_listener.said(3 * WINDOW + 1)
+            pair.listener.answer(pair.key, said[-1].message_id, 42)
+
+        nursery.start_soon(answer)
+        # The answer is behind a full window; it has credit of its own once the notes are taken.
+        pair.at_connection.open.set()
+        assert await pair.connection.ask(Question(number=1), timeout=5) == 42
+
+
 # Asks.
 
 
@@ -993,7 +1052,7 @@ async def test_a_peer_that_was_dropped_joins_again_in_a_new_session(
     autojump_clock: MockClock, world: World
 ) -> None:
     pair = await world.pair()
-    await pair.listener.drop(pair.key, "to see what happens")
+    pair.listener.drop(pair.key, "to see what happens")
     await pair.connection.send(Note(number=1))  # is lost with the session
     await pair.at_listener.joined(2)
     await pair.at_connection.joined(2)
@@ -1030,7 +1089,7 @@ async def test_credit_is_counted_from_nothing_in_a_new_session(
         for number in range(WINDOW - 1):
             await pair.connection.send(Note(number=number))
         await pair.at_listener.said(session * (WINDOW - 1))
-        await pair.listener.drop(pair.key, "to begin anew")
+        pair.listener.drop(pair.key, "to begin anew")
         await pair.at_connection.joined(session + 1)
     for number in range(3 * WINDOW):
         await pair.connection.send(Note(number=number))
@@ -1081,7 +1140,7 @@ async def test_over_sockets_garbage_is_refused(zmq_world: World) -> None:
 
 async def test_over_sockets_a_dropped_peer_begins_a_new_session(zmq_world: World) -> None:
     pair = await zmq_world.pair()
-    await pair.listener.drop(pair.key, "to see what happens")
+    pair.listener.drop(pair.key, "to see what happens")
     await pair.connection.send(Note(number=1))
     await pair.at_connection.joined(2)
     await pair.connection.send(Note(number=2))

@@ -88,7 +88,10 @@ def assert_same(a: SampleResult, b: SampleResult) -> None:
 
 def select(result: SampleResult, index: Tensor) -> SampleResult:
     return SampleResult(
-        result.token_ids_R[index], result.logprobs_R[index], result.nan_rows_R[index]
+        result.token_ids_R[index],
+        result.logprobs_R[index],
+        result.nan_rows_R[index],
+        result.scored_RV[index],
     )
 
 

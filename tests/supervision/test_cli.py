@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,12 +63,14 @@ class Letters:
 class GatedRunner(ScriptedRunner):
     """A runner whose steps wait, on the device thread, while the gate is closed."""
 
-    def __init__(self, gate: threading.Event) -> None:
+    def __init__(self, server: "Server") -> None:
         super().__init__()
-        self._gate = gate
+        self._server = server
 
     def execute(self, step: RunStep) -> StepDone:
-        assert self._gate.wait(20.0), "the test forgot to open the gate"
+        assert self._server.gate.wait(20.0), "the test forgot to open the gate"
+        if self._server.interrupts:
+            os.kill(os.getpid(), signal.SIGINT)
         return super().execute(step)
 
 
@@ -77,6 +81,7 @@ class Server:
         self.endpoint = f"ipc://{folder / 'server'}"
         self.gate = threading.Event()
         self.gate.set()
+        self.interrupts = False  # whether a step interrupts the command that waits for it
         self._token: trio.lowlevel.TrioToken
         self._end: trio.Event
         self._ready = threading.Event()
@@ -101,7 +106,7 @@ class Server:
         ):
             network, address, settings = ZmqNetwork(context), Address(self.endpoint), Settings()
             parts = ReplicaParts(
-                make_runner=lambda: GatedRunner(self.gate),
+                make_runner=lambda: GatedRunner(self),
                 codec=Letters(),
                 text_for=self._text_for,
                 vocab_size=1000,
@@ -140,6 +145,7 @@ def server(_running: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server
     monkeypatch.setenv("CALLBOARD_ENDPOINT", _running.endpoint)
     yield _running
     _running.gate.set()
+    _running.interrupts = False
     for command in ("resume", "unpause"):
         cli.main([command])
 
@@ -289,17 +295,6 @@ def test_a_wrong_settings_file_is_named_by_serve(
     assert result.code == 1
     assert result.err.startswith(f"callboard: {path}: ")
     assert complaint in result.err
-
-
-def test_an_interrupt_is_code_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(trio, "run", interrupt)
-
-    result = run("status")
-
-    assert (result.code, result.out, result.err) == (130, "", "")
 
 
 # Verbs
@@ -478,6 +473,14 @@ def test_a_request_whose_time_is_over_is_code_3(run: Any, server: Server) -> Non
 
     assert result.code == 3
     assert "no answer in time" in result.err
+
+
+def test_an_interrupt_is_code_130_without_a_word(run: Any, server: Server) -> None:
+    server.interrupts = True
+
+    result = run("generate", "a", "x", "--max-tokens", "1")
+
+    assert (result.code, result.out, result.err) == (130, "", "")
 
 
 def test_abort_says_how_many_there_were(run: Any, server: Server) -> None:

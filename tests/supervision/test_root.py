@@ -538,6 +538,7 @@ async def test_a_stop_while_the_tree_starts_is_prompt_and_leaves_nothing(
 
     assert trio.current_time() - began < 0.5
     assert theatre.exited == ActorExited(name="root")
+    assert theatre.root.start_failure is None
     assert theatre.alive() == []
 
 

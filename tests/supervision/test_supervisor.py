@@ -28,6 +28,7 @@ from callboard.messages.control import (
 from callboard.messages.errors import (
     ActorFailed,
     ControlRefused,
+    Failure,
     RestartIntensityReached,
     StartFailed,
 )
@@ -400,6 +401,7 @@ async def test_a_stop_while_a_restart_is_under_way_is_prompt_and_leaves_nothing(
 
     assert trio.current_time() == began
     assert stage.alive() == []
+    assert stage.lives() == {"a": 2, "b": 2, "c": 1}
     assert stage.exited == ActorExited(name="top")
 
 
@@ -493,6 +495,34 @@ async def test_a_temporary_sibling_is_stopped_with_the_others_and_stays_so(
     await stage.tell("a", Crash())
 
     assert stage.lives() == {"a": 2, "b": 1, "c": 2}
+    assert (await stage.ask(Pause())).done
+
+
+async def test_a_transient_sibling_is_restarted_with_the_others(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    # That it is stopped for this is no orderly end of its own, after which it would stay away.
+    transient = stage.part("b", restart=Restart.TRANSIENT)
+    await stage.play("a", transient, strategy=Strategy.ONE_FOR_ALL)
+    stage.scripts["a"].start_s = 3.0
+
+    await stage.tell("a", Crash())
+    reply = await stage.ask(Pause())
+
+    assert stage.lives() == {"a": 2, "b": 2}
+    assert [child.name for child in reply.children] == ["a", "b"]
+
+
+async def test_news_of_an_earlier_life_do_not_end_the_present_one(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    await stage.play("a")
+    news = Failure(code="ActorFailed", message="long ago")
+
+    for name in ("a", "somebody else"):
+        await stage.tell("top", ActorExited(name=name, failure=news))
+
+    assert stage.lives() == {"a": 1}
     assert (await stage.ask(Pause())).done
 
 
@@ -604,13 +634,14 @@ async def test_those_behind_one_that_fails_to_start_again_are_started_when_it_ha
 async def test_a_child_that_dies_of_the_mail_it_finds_is_restarted(
     autojump_clock: MockClock, stage: Stage
 ) -> None:
+    # Each life may end before the supervisor has taken note of its start.
     await stage.play("a")
-    for _ in range(3):
+    for _ in range(50):
         stage.ref("a").tell_nowait(Crash())
 
     await stage.settle()
 
-    assert await stage.ref("a").ask(Where()) == "life 4"
+    assert await stage.ref("a").ask(Where()) == "life 51"
     assert (await stage.ask(Pause())).done
 
 
@@ -1006,6 +1037,20 @@ async def test_a_child_born_suspended_gets_its_memory_when_all_went_on_meanwhile
         "resume b",
         "unpause b",
     ]
+
+
+async def test_what_is_desired_may_change_while_a_child_is_brought_there(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    await stage.play("a")
+    await stage.ask(Pause())
+    stage.scripts["a"].verb_s = 5.0
+    await stage.tell("a", Crash())
+    assert (await stage.ask(Unpause(), timeout=1.0)).late == ("a",)
+
+    await trio.sleep(30.0)
+
+    assert stage.system.cell("a").state is State.RUNNING
 
 
 async def test_a_child_that_cannot_be_brought_to_what_is_desired_counts_as_failed(

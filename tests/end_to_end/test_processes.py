@@ -1,0 +1,472 @@
+"""`callboard serve` as its users have it: real processes, sockets and signals, a tiny model."""
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import zmq
+
+from callboard.messages.base import unpack_ids
+from callboard.messages.codec import decode_body, decode_frame
+from callboard.messages.control import ControlReply, ReplicaStatus, State, StatusReply
+from callboard.messages.membership import FrameRefused
+from callboard.messages.requests import FinishReason
+from callboard.supervision.engine import Engine, RequestStream, connect
+
+CALLBOARD = [sys.executable, "-m", "callboard"]
+START_S = 60.0
+PROMPTS = [[number + 1, 2 * number + 3, 7] for number in range(8)]
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 600}
+
+
+class Server:
+    """A server in a process of its own, and what it wrote."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        self.lines: list[str] = []
+        self.endpoint = ""
+        self._errors = (folder / "errors").open("w+")
+        (folder / "tmp").mkdir()
+        self.process = subprocess.Popen(
+            [*CALLBOARD, "serve", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            bufsize=1,
+            env=environment(TMPDIR=str(folder / "tmp")),
+        )
+        assert self.process.stdout is not None
+        self._out = self.process.stdout
+
+    def wait_ready(self) -> None:
+        """Wait for the line that says where the server is ready."""
+        self.wait_line("ready at")
+        self.endpoint = self.lines[-1].split()[-1]
+
+    def wait_line(self, words: str) -> None:
+        """Wait for a line with these words."""
+        deadline = time.monotonic() + START_S
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._out, selectors.EVENT_READ)
+            while not (self.lines and words in self.lines[-1]):
+                left = deadline - time.monotonic()
+                assert selector.select(max(0.0, left)), f"no line with {words!r} in time"
+                line = self._out.readline()
+                assert line, f"it ended: {self.errors()}"
+                self.lines.append(line.rstrip())
+
+    def wait(self, timeout: float = 20.0) -> int:
+        return self.process.wait(timeout)
+
+    def errors(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read()
+
+    def leftovers(self) -> list[str]:
+        return [path.name for path in (self.folder / "tmp").iterdir()]
+
+    def has_replica(self) -> bool:
+        """Whether the line to a replica process is there, and so the process, or almost."""
+        return any((self.folder / "tmp").glob("*/replica-0.control"))
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10.0)
+        self._out.close()
+        self._errors.close()
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
+
+
+@contextmanager
+def serve(folder: Path, *arguments: str) -> Iterator[Server]:
+    small = ("--model", "random:tiny", "--kv-cache-gb", "0.02", "--listen", "tcp://127.0.0.1:0")
+    server = Server(folder, *(arguments or small))
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server for all tests that leave it as they found it."""
+    with serve(tmp_path_factory.mktemp("shared")) as shared:
+        shared.wait_ready()
+        yield shared
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[Server]:
+    """A server of the test's own, still starting."""
+    with serve(tmp_path) as own:
+        yield own
+
+
+def run(*arguments: str, endpoint: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(
+        [*CALLBOARD, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+        env=environment(CALLBOARD_ENDPOINT=endpoint),
+    )
+
+
+async def replica(engine: Engine) -> ReplicaStatus:
+    [one] = (await engine.status()).replicas
+    return one
+
+
+async def new_replica(engine: Engine, old: int) -> ReplicaStatus:
+    """Wait until another process has taken a replica's place, and is up."""
+    while True:
+        one = await replica(engine)
+        if one.pid != old and one.blocks_total:
+            return one
+        await trio.sleep(0.05)
+
+
+async def read(stream: RequestStream, num_tokens: int) -> list[int]:
+    """Read so many tokens of a stream."""
+    tokens: list[int] = []
+    async for delta in stream:
+        tokens += unpack_ids(delta.token_ids)
+        if len(tokens) >= num_tokens:
+            break
+    return tokens
+
+
+def executor(status: StatusReply) -> dict[str, int | float | str]:
+    """Return what the executor of the only replica says of itself."""
+    nodes = [status.tree]
+    while nodes:
+        node = nodes.pop()
+        if node.name.endswith("/executor"):
+            return node.details
+        nodes += node.children
+    raise AssertionError("the tree has no executor")
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or is only waiting for its parent to take note."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+async def all_ended(pids: Sequence[int]) -> None:
+    while not all(has_ended(pid) for pid in pids):  # noqa: ASYNC110  # no child of ours
+        await trio.sleep(0.05)
+
+
+# Replica processes that die
+
+
+async def test_a_replica_killed_while_requests_stream_is_replaced_and_no_token_is_lost(
+    server: Server,
+) -> None:
+    async def generate(engine: Engine, number: int, begun: trio.Event) -> None:
+        async with engine.submit(PROMPTS[number], **GREEDY) as stream:
+            head = await read(stream, 5)
+            begun.set()
+            disturbed[number] = head + (await stream.completion()).token_ids
+
+    disturbed: dict[int, list[int]] = {}
+    with trio.fail_after(START_S):
+        async with connect(server.endpoint) as engine:
+            before = await replica(engine)
+            begun = [trio.Event() for _ in PROMPTS]
+            async with trio.open_nursery() as nursery:
+                for number, event in enumerate(begun):
+                    nursery.start_soon(generate, engine, number, event)
+                for event in begun:
+                    await event.wait()
+                os.kill(before.pid, signal.SIGKILL)
+            after = await new_replica(engine, before.pid)
+            undisturbed = await engine.generate(PROMPTS, **GREEDY)
+
+    assert after.restarts == before.restarts + 1
+    assert len(disturbed) == len(PROMPTS)
+    for number, answer in enumerate(undisturbed):
+        assert disturbed[number] == answer.token_ids
+
+
+async def test_a_replica_killed_while_paused_comes_back_paused(server: Server) -> None:
+    with trio.fail_after(START_S):
+        async with (
+            connect(server.endpoint) as engine,
+            engine.submit(PROMPTS[0], **GREEDY) as stream,
+        ):
+            head = await read(stream, 5)
+            await engine.pause()
+            before = await replica(engine)
+            os.kill(before.pid, signal.SIGKILL)
+            await new_replica(engine, before.pid)
+            while True:
+                after = await replica(engine)
+                if after.waiting:
+                    break
+                await trio.sleep(0.05)
+
+            assert (after.state, after.steps) == (State.PAUSED, 0)
+            await engine.unpause()
+            answer = await stream.completion()
+    assert len(head) + len(answer.token_ids) == GREEDY["max_tokens"]
+
+
+async def test_a_replica_killed_while_suspended_comes_back_without_its_kv_memory(
+    server: Server,
+) -> None:
+    with trio.fail_after(START_S):
+        async with connect(server.endpoint) as engine:
+            kv_bytes = executor(await engine.status())["kv_bytes"]
+            await engine.suspend()
+            before = await replica(engine)
+            async with engine.submit([5], max_tokens=3) as stream:
+                os.kill(before.pid, signal.SIGKILL)
+                await new_replica(engine, before.pid)
+                status = await engine.wait_for(State.SUSPENDED, timeout=START_S)
+
+                assert executor(status)["kv_bytes"] == 0
+                assert (await engine.resume()).state is State.RUNNING
+                assert executor(await engine.status())["kv_bytes"] == kv_bytes
+                assert len((await stream.completion()).token_ids) == 3
+
+
+async def test_streams_go_on_after_their_replica_stood_still(server: Server) -> None:
+    with trio.fail_after(START_S):
+        async with (
+            connect(server.endpoint) as engine,
+            engine.submit(PROMPTS[0], **GREEDY) as stream,
+        ):
+            head = await read(stream, 5)
+            pid = (await replica(engine)).pid
+            os.kill(pid, signal.SIGSTOP)
+            await trio.sleep(2.0)
+            os.kill(pid, signal.SIGCONT)
+            answer = await stream.completion()
+
+            assert (await replica(engine)).pid == pid
+    assert len(head) + len(answer.token_ids) == GREEDY["max_tokens"]
+
+
+# Strangers
+
+
+async def test_a_frame_that_is_no_message_is_refused_by_name_and_harms_nobody(
+    server: Server,
+) -> None:
+    with trio.fail_after(START_S):
+        async with (
+            connect(server.endpoint) as engine,
+            engine.submit([5], max_tokens=200) as stream,
+        ):
+            answer = await trio.to_thread.run_sync(send_garbage, server.endpoint)
+            completed = await stream.completion()
+
+    refused = decode_body(decode_frame(answer).body, FrameRefused)
+    assert refused.failure.code == "WireError"
+    assert len(completed.token_ids) == 200
+
+
+def send_garbage(endpoint: str) -> bytes:
+    """Send what is no message, and return what comes back."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(endpoint)
+        dealer.send(b"\x00garbage\xff")
+        assert dealer.poll(10_000), "no answer to a frame that is no message"
+        return bytes(dealer.recv())
+
+
+# Commands
+
+
+def test_commands_show_and_change_a_servers_state(server: Server) -> None:
+    paused, again = (run("pause", "--json", endpoint=server.endpoint) for _ in range(2))
+    suspended = run("suspend", "--json", endpoint=server.endpoint)
+    refused = run("unpause", "--json", endpoint=server.endpoint)
+    resumed = run("resume", "--json", endpoint=server.endpoint)
+    unpaused = run("unpause", "--json", endpoint=server.endpoint)
+
+    done = [paused, again, suspended, resumed, unpaused]
+    assert [result.returncode for result in done] == [0] * 5
+    assert [json.loads(result.stdout)["state"] for result in done] == [
+        "paused",
+        "paused",
+        "suspended",
+        "paused",
+        "running",
+    ]
+    assert json.loads(suspended.stdout)["bytes_freed"] > 0
+    assert refused.returncode == 1
+    assert json.loads(refused.stdout)["refused"]
+    for result in (*done, refused):
+        assert set(json.loads(result.stdout)) == set(ControlReply.__struct_fields__)
+
+
+def test_status_as_json_tells_what_each_replica_does(server: Server) -> None:
+    shown = json.loads(run("status", "--json", endpoint=server.endpoint).stdout)
+
+    assert set(shown) == set(StatusReply.__struct_fields__)
+    [one] = shown["replicas"]
+    assert set(one) == set(ReplicaStatus.__struct_fields__)
+    assert one["blocks_free"] == one["blocks_total"] > 0
+    assert one["pid"] not in (0, server.process.pid)
+
+
+def test_a_state_that_is_not_reached_in_time_is_code_3(server: Server) -> None:
+    result = run("status", "--wait", "paused", "--timeout", "0.5", endpoint=server.endpoint)
+
+    assert result.returncode == 3
+    assert "but running" in result.stderr
+
+
+def test_a_wrong_command_line_is_code_64_and_nobody_at_the_endpoint_code_2() -> None:
+    wrong = run("pause", "--nope")
+    nobody = run("pause", "--connect", "tcp://127.0.0.1:1", "--timeout", "0.2")
+
+    assert wrong.returncode == 64
+    assert nobody.returncode == 2
+    assert "nobody answers at tcp://127.0.0.1:1" in nobody.stderr
+
+
+# Servers that end
+
+
+def test_a_command_can_wait_for_a_server_that_drains_when_it_is_told_to_end(
+    tmp_path: Path,
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    waiting = subprocess.Popen(
+        [*CALLBOARD, "status", "--wait", "running", "--connect", endpoint], stdout=subprocess.PIPE
+    )
+
+    with serve(tmp_path, "--model", "random:tiny", "--listen", endpoint) as fresh:
+        fresh.endpoint = endpoint
+        out, _ = waiting.communicate(timeout=START_S)
+        assert waiting.returncode == 0
+        assert b": running" in out
+
+        ends = trio.run(signal_while_streaming, fresh, signal.SIGTERM)
+
+        assert ends == [FinishReason.LENGTH] * 4
+        assert fresh.wait() == 0
+        assert fresh.errors() == ""
+        assert fresh.leftovers() == []
+
+
+def test_a_second_interrupt_ends_open_requests_now(fresh: Server) -> None:
+    fresh.wait_ready()
+
+    began = time.monotonic()
+    ends = trio.run(signal_while_streaming, fresh, signal.SIGINT, signal.SIGINT)
+
+    assert ends == [FinishReason.ABORT] * 4
+    assert fresh.wait() == 0
+    assert time.monotonic() - began < 10.0
+    assert fresh.leftovers() == []
+
+
+async def signal_while_streaming(server: Server, *signals: signal.Signals) -> list[FinishReason]:
+    """Send signals to a server while four requests stream; returns how those ended."""
+    ends: list[FinishReason] = []
+
+    async def generate(engine: Engine, begun: trio.Event) -> None:
+        async with engine.submit([5, 6], temperature=0.0, max_tokens=1000) as stream:
+            await read(stream, 1)
+            begun.set()
+            ends.append((await stream.completion()).finish_reason)
+
+    with trio.fail_after(START_S):
+        async with connect(server.endpoint) as engine:
+            begun = [trio.Event() for _ in range(4)]
+            async with trio.open_nursery() as nursery:
+                for event in begun:
+                    nursery.start_soon(generate, engine, event)
+                for event in begun:
+                    await event.wait()
+                for number in signals:
+                    server.process.send_signal(number)
+                    await trio.to_thread.run_sync(server.wait_line, number.name)
+    return ends
+
+
+def test_no_replica_outlives_a_root_that_is_killed(fresh: Server) -> None:
+    fresh.wait_ready()
+
+    async def kill_root() -> None:
+        with trio.fail_after(START_S):
+            async with connect(fresh.endpoint) as engine:
+                pids = [one.pid for one in (await engine.status()).replicas]
+            fresh.process.kill()
+            await all_ended(pids)
+
+    trio.run(kill_root)
+
+
+def test_an_interrupt_during_the_start_ends_it_promptly(fresh: Server) -> None:
+    deadline = time.monotonic() + START_S
+    while not fresh.has_replica():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    began = time.monotonic()
+
+    fresh.process.send_signal(signal.SIGINT)
+
+    assert fresh.wait() == 0
+    assert time.monotonic() - began < 5.0
+    assert fresh.leftovers() == []
+
+
+def test_a_port_that_is_in_use_is_code_1_and_named(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        endpoint = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+
+        with serve(tmp_path, "--model", "random:tiny", "--listen", endpoint) as refused:
+            code = refused.wait(START_S)
+
+            assert code == 1
+            assert refused.errors().count("\n") == 1
+            assert f"in use: '{endpoint}'" in refused.errors()
+
+
+def test_a_model_file_that_is_missing_or_foreign_is_code_1_and_named(tmp_path: Path) -> None:
+    missing, foreign = tmp_path / "missing.gguf", tmp_path / "foreign.gguf"
+    foreign.write_bytes(b"this is no model")
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+
+    listen = ("--listen", "tcp://127.0.0.1:0")
+    with (
+        serve(tmp_path / "a", "--model", str(missing), *listen) as one,
+        serve(tmp_path / "b", "--model", str(foreign), *listen) as other,
+    ):
+        for refused, file in ((one, missing), (other, foreign)):
+            assert refused.wait(START_S) == 1
+            assert refused.errors().count("\n") == 1
+            assert str(file) in refused.errors()
+            assert refused.leftovers() == []
