@@ -95,13 +95,17 @@ class Coordinator(Actor[CoordinatorInbox]):
         self._bound(self._listener.endpoint)
         self.spawn(self._listener.run)
 
+    async def on_stopping(self) -> None:
+        """End every stream, and see to it that each client hears of it."""
+        self._end_streams()
+        await self._listening.say_goodbye()
+
     async def on_stop(self) -> None:
-        """End every stream when this is the end; a crash ends none, the next life goes on."""
+        """Stop listening. A crash ends no stream: the next life goes on with them."""
         if self._listener is None:
             return
         if not self.cell.crashed:
-            failure = Failure(code="ActorStopped", message="the engine stopped")
-            self._end(self._routing.open_requests(), FinishReason.ABORT, failure)
+            self._end_streams()
         self._listener.close()
 
     async def on_drain(self, verb: Stop) -> ControlReply | None:
@@ -329,6 +333,10 @@ class Coordinator(Actor[CoordinatorInbox]):
         )
         self._abort(requests)
         return AbortReply(aborted=len(requests))
+
+    def _end_streams(self) -> None:
+        failure = Failure(code="ActorStopped", message="the engine stopped")
+        self._end(self._routing.open_requests(), FinishReason.ABORT, failure)
 
     def _acknowledge_stop(self) -> None:
         """Answer every STOP once nothing is open; the list stays, and says that we are stopping."""

@@ -79,6 +79,8 @@ open, each with an abort behind it.
 PING_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 15.0
 HANDSHAKE_TIMEOUT_S = 5.0
+GOODBYE_S = 1.0
+"""How long peers may take to read their last words."""
 
 log = get_logger()
 
@@ -325,6 +327,7 @@ class Listener(_Speaker):
         self._union = _union([*members(SESSION), *sorted(kinds, key=str)])
         self._welcome = welcome
         self._peers: dict[PeerKey, _Peer] = {}
+        self._departure = trio.Event()
 
     @property
     def endpoint(self) -> str:
@@ -356,6 +359,17 @@ class Listener(_Speaker):
         self._peers.clear()
         self.asks.fail_all(ActorStopped(f"{self._name} stopped"))
         self._port.close()
+
+    async def say_goodbye(self, timeout: float = GOODBYE_S) -> None:
+        """Tell every peer that this is the end, and wait until it has read all that was sent.
+
+        A port that closes takes along what its peers have not read yet, linger or not.
+        """
+        for peer in list(self._peers.values()):
+            self._post(peer, self._frame(Bye())[1])
+        with trio.move_on_after(timeout):
+            while self._peers:
+                await self._departure.wait()
 
     def send(self, peer: PeerKey, message: Message) -> bool:
         """Send, or queue for lack of credit; False when the peer is gone (or given up just now)."""
@@ -392,6 +406,8 @@ class Listener(_Speaker):
             log.info("peer dropped", peer=known.hello.name, reason=reason)
             self.asks.fail_of(peer, ActorStopped(f"the peer is gone: {reason}"))
             self._tell(Left(peer=peer, reason=reason))
+            self._departure.set()
+            self._departure = trio.Event()
 
     def _post(self, peer: _Peer, frame: bytes) -> bool:
         try:
@@ -538,6 +554,7 @@ class Connection(_Speaker):
         self._port: ClientPort = network.connect(endpoint, max_frame_bytes=max_frame_bytes)
         self._flow = _Flow(self._port.send_nowait)
         self._present = False
+        self._turn = trio.Lock()  # of those who wait for credit
         self._heard_at = trio.current_time()
         self._welcomed = trio.Event()
         self._refusal: CallboardError | None = None
@@ -571,10 +588,10 @@ class Connection(_Speaker):
     async def send(self, message: Message) -> None:
         """Send, waiting while the server is out of credit. Raises Unreachable without a session."""
         _, frame = self._frame(message)
-        while self._present and self._flow.blocked:
-            await self._flow.room.wait()
-        self._post(frame)
-        await trio.lowlevel.checkpoint()
+        async with self._turn:
+            while self._present and self._flow.blocked:
+                await self._flow.room.wait()
+            self._post(frame)
 
     def send_nowait(self, message: Message) -> None:
         """Send, or queue for lack of credit. Raises Unreachable without a session."""
@@ -640,6 +657,7 @@ class Connection(_Speaker):
             case Credit(taken=taken):
                 self._acknowledge(taken)
             case Bye():
+                self._say(Bye())  # all before it has been read
                 self._lose("the server left")
             case FrameRefused(failure=failure):
                 log.warning("server refused a frame", reason=failure.message)

@@ -67,7 +67,7 @@ from callboard.messages.requests import (
 )
 from callboard.messages.sampling import SamplingParams
 from callboard.supervision.app import ReplicaParts, replica, root
-from callboard.supervision.root import Address, FromOperator, ToOperator
+from callboard.supervision.root import Address, FromOperator, ToOperator, reachable
 from callboard.supervision.settings import Settings, load_settings
 from callboard.supervision.submission import PromptLike, as_params, as_prompt, checked
 
@@ -111,12 +111,13 @@ class RequestStream:
         self._accepted = trio.Event()
         self._ended = trio.Event()
         self._failure: Failure | None = None
+        self.told = False  # whether a new server should hear of it from the connection
 
     async def __aenter__(self) -> "RequestStream":
         """Submit, and wait until the request is accepted. Raises what it is refused for."""
         self._engine._register(self)
         try:
-            await self._engine._send(self._submit)
+            await self._engine._open(self, self._submit)
             await self._accepted.wait()
         except BaseException:
             await self._abandon()
@@ -230,6 +231,7 @@ class Engine:
         self._control_turn = trio.Lock()
         self._control: Connection | None = None
         self._sessions = 0
+        self._gone = False  # whether the server has been away for longer than anybody waits
         self._closed = False
         self._connection = Connection(
             system,
@@ -410,7 +412,25 @@ class Engine:
         if self._closed:
             raise ActorStopped("the engine was closed")
 
-    async def _send(self, message: Submit | Abort) -> None:
+    async def _open(self, stream: RequestStream, submit: Submit) -> None:
+        """Submit a request. While the server is away for a moment it waits here for its return.
+
+        Raises Unreachable when the server has been given up.
+        """
+        self._check_open()
+        while True:
+            session = self._sessions
+            try:
+                await self._connection.send(submit)
+            except Unreachable:
+                if self._gone:
+                    raise
+                if self._sessions != session:
+                    continue  # it has come back, and heard of what was open then
+            stream.told = True
+            return
+
+    async def _send(self, message: Abort) -> None:
         self._check_open()
         await self._connection.send(message)
 
@@ -442,11 +462,7 @@ class Engine:
             return control
 
     def _control_endpoint(self, welcome: Welcome) -> str:
-        """Return where verbs go; a server that listens everywhere does not know which is ours."""
-        host, _, port = welcome.control_endpoint.rpartition(":")
-        if host not in ("tcp://0.0.0.0", "tcp://[::]"):
-            return welcome.control_endpoint
-        return f"{self._connection.endpoint.rpartition(':')[0]}:{port}"
+        return reachable(welcome.control_endpoint, beside=self._connection.endpoint)
 
     def _drop_control(self) -> None:
         if self._control is not None:
@@ -473,13 +489,14 @@ class Engine:
     def _meet(self, welcome: Welcome) -> None:
         """A server that knows nothing of us: tell it what is open, and go on behind it."""
         self._sessions += 1
+        self._gone = False
         if self._sessions == 1:
             return
         if self._control is not None and self._control.endpoint != self._control_endpoint(welcome):
             self._drop_control()
         # Where it is gone again, it comes back with another session, or is given up.
         with contextlib.suppress(Unreachable):
-            for stream in list(self._streams.values()):
+            for stream in [stream for stream in self._streams.values() if stream.told]:
                 # Not `send`: credit comes through the very task that calls this.
                 self._connection.send_nowait(stream.again())
 
@@ -488,6 +505,7 @@ class Engine:
         await trio.sleep(RECONNECT_TIMEOUT_S)
         if self._sessions != session:
             return
+        self._gone = True
         self._end_streams(Failure(code="Unreachable", message=f"the server is gone: {reason}"))
 
 

@@ -126,6 +126,11 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
         if self._listener is not None:
             self._listener.close()
 
+    @property
+    def process_id(self) -> int:
+        """The process's id; 0 before there is one."""
+        return 0 if self._process is None else self._process.pid
+
     async def receive(self, message: Said | Joined | Left) -> None:
         """Nothing is left to do: `_deliver` has taken note already."""
 
@@ -211,12 +216,12 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
         reply.send(answer)
 
     async def _ask_node(self, reply: Reply, deadline: float) -> None:
-        pid = 0 if self._process is None else self._process.pid
         try:
             children = (await self._ask_process(GetNode(), deadline)).children
         except CallboardError:
             children = ()
-        reply.send(msgspec.structs.replace(self.cell.status(), pid=pid, children=children))
+        own = self.cell.status()
+        reply.send(msgspec.structs.replace(own, pid=self.process_id, children=children))
 
     async def _ask_process(self, call: Call[R], deadline: float) -> R:
         """Ask the process, once it is connected. Raises DeadlineExceeded, or what it answers."""

@@ -54,6 +54,17 @@ class Address:
         self.endpoint = endpoint
 
 
+def reachable(control_endpoint: str, *, beside: str) -> str:
+    """Return where a client sends verbs that found the server at `beside`.
+
+    A server that listens at every address does not know under which of them it is found.
+    """
+    host, _, port = control_endpoint.rpartition(":")
+    if host not in ("tcp://0.0.0.0", "tcp://[::]"):
+        return control_endpoint
+    return f"{beside.rpartition(':')[0]}:{port}"
+
+
 class Root(Supervisor):
     """See the module."""
 
@@ -105,6 +116,8 @@ class Root(Supervisor):
         """Give up a start that is under way, and stop the children."""
         self._start_scope.cancel("the tree is stopping")
         await super().on_stopping()
+        if self._listener is not None:
+            await self._listener.say_goodbye()
 
     async def on_stop(self) -> None:
         """Close the operators' socket last."""
@@ -122,11 +135,12 @@ class Root(Supervisor):
                 pass
 
     async def control(self, verb: Verb, timeout: float = VERB_TIMEOUT_S) -> ControlReply:
-        """Do what a verb asks for, whole; one verb at a time."""
+        """Do what a verb asks for, whole; one verb at a time. All but STOP wait for the start."""
         began = trio.current_time()
         deadline = began + timeout
         with trio.move_on_at(deadline) as waiting:
-            await self.started.wait()
+            if not isinstance(verb, Stop):
+                await self.started.wait()
             await self._turn.acquire()
         if waiting.cancelled_caught:
             # It has no effect later either: whoever sent it does not count on it any more.
@@ -199,7 +213,8 @@ class Root(Supervisor):
                 self.start_failure = error
                 self.cell.post(StopActor())
                 return
-            self._lifecycle.state = State.RUNNING
+            if self._lifecycle.state is State.STARTING:  # else it was stopped meanwhile
+                self._lifecycle.state = State.RUNNING
             self.started.set()
 
     def _fit(self, verb: Verb) -> Verb:

@@ -241,6 +241,8 @@ class Supervisor(Actor[ActorExited]):
         name, reply = child.spec.name, ControlReply(verb=_name(verb), state=child.cell.state)
         with trio.move_on_at(deadline):
             while True:
+                if isinstance(verb, Stop) and not child.up.is_set():
+                    return reply  # what is down need not come up to be stopped
                 await child.up.wait()
                 if child.retired:
                     return reply
@@ -362,14 +364,22 @@ async def _cancel_when(event: trio.Event, scope: trio.CancelScope) -> None:
 
 
 async def _describe(child: Child, deadline: float) -> NodeStatus:
+    timeout = deadline - trio.current_time()
+    actor = child.cell.actor
+    if child.cell.state is State.STARTING and isinstance(actor, Supervisor):
+        return await actor.node(timeout)  # it reads no mail yet, and so far it can be read itself
     if not child.can_tell_of_children:
-        return child.cell.status()
+        return _by_hearsay(child)
     try:
-        timeout = deadline - trio.current_time()
         node: NodeStatus = await child.ref.ask(GetNode(), timeout=timeout)
     except CallboardError:
-        return child.cell.status()
+        return _by_hearsay(child)
     return node
+
+
+def _by_hearsay(child: Child) -> NodeStatus:
+    own = child.cell.status()
+    return msgspec.structs.replace(own, pid=getattr(child.cell.actor, "process_id", own.pid))
 
 
 def _with_leaf(name: str, ack: ControlReply) -> ControlReply:

@@ -18,7 +18,8 @@ from callboard.actors.ref import LocalRef
 from callboard.actors.routing import MAX_ATTEMPTS
 from callboard.actors.session import OUTBOX, WINDOW, Connection, Joined, Left, Said
 from callboard.actors.system import ActorSystem, open_system
-from callboard.actors.transport import MemoryNetwork
+from callboard.actors.transport import MemoryNetwork, Network, ZmqNetwork
+from callboard.actors.zmq_socket import open_zmq_context
 from callboard.messages.base import Message, pack_ids, unpack_ids
 from callboard.messages.codec import MAX_FRAME_BYTES
 from callboard.messages.control import AbortReply, AbortRequests, ControlReply, Stop
@@ -47,11 +48,11 @@ class Side:
     def __init__(self, stage: "Stage", role: Role, name: str, inbox: Any, outbox: Any) -> None:
         self.heard: list[Message] = []
         self.sessions = 0
-        self._joined = trio.Event()
+        self._news = trio.Event()
         self.connection = Connection(
             stage.system,
             stage.network,
-            ENDPOINT,
+            stage.endpoint,
             role=role,
             name=name,
             inbox=inbox,
@@ -66,10 +67,13 @@ class Side:
 
     async def session(self, number: int) -> None:
         """Wait for the so-manieth session."""
+        await self.wait_for(lambda: self.sessions >= number)
+
+    async def wait_for(self, found: Callable[[], bool]) -> None:
         with trio.fail_after(60):
-            while self.sessions < number:
-                self._joined = trio.Event()
-                await self._joined.wait()
+            while not found():
+                self._news = trio.Event()
+                await self._news.wait()
 
     async def leave(self) -> None:
         self.connection.close()
@@ -87,7 +91,7 @@ class Side:
                 self.hear(message)
             case Joined():
                 self.sessions += 1
-                self._joined.set()
+        self._news.set()
 
 
 class Client(Side):
@@ -116,6 +120,10 @@ class Client(Side):
                 for delta in deltas:
                     self._take(delta)
 
+    async def end(self, request_id: str) -> None:
+        """Wait for the end of a request."""
+        await self.wait_for(lambda: request_id in self.ends)
+
     def ended(self, reason: FinishReason) -> list[str]:
         return [name for name, delta in self.ends.items() if delta.finish is reason]
 
@@ -142,6 +150,11 @@ class Replica(Side):
     @property
     def given(self) -> list[Submit]:
         return self.of(Submit)
+
+    async def request(self, number: int) -> Submit:
+        """Wait for the so-manieth request."""
+        await self.wait_for(lambda: len(self.given) >= number)
+        return self.given[number - 1]
 
     @property
     def aborted(self) -> list[str]:
@@ -183,7 +196,8 @@ class Stage:
 
     def __init__(self, system: ActorSystem, nursery: trio.Nursery) -> None:
         self.system = system
-        self.network = MemoryNetwork()
+        self.network: Network = MemoryNetwork()
+        self.endpoint = ENDPOINT
         self.cell: Cell = system.cell("coordinator")
         self.ref: LocalRef[Any] = LocalRef(self.cell)
         self.metrics: Cell = system.cell("metrics")
@@ -226,7 +240,7 @@ class Stage:
         return Coordinator(
             self.system,
             self.network,
-            ENDPOINT,
+            self.endpoint,
             metrics=LocalRef(self.metrics),
             control_endpoint=lambda: "memory://control",
             model="a model",
@@ -848,6 +862,35 @@ async def test_a_coordinator_that_crashes_ends_no_stream_and_learns_again_what_i
     await replica.say(tokens(old, 1, 66))  # a word of the old session, still under way
     await replica.send(new, 1, 8, finish=FinishReason.STOP)
     assert client.output["r"] == [7, 8]
+
+
+@pytest.fixture
+def jumping_clock() -> MockClock:
+    """Jumps once nothing has come over a socket for a moment."""
+    return MockClock(autojump_threshold=0.05)
+
+
+async def test_over_sockets_a_coordinator_comes_back_at_its_old_address(
+    jumping_clock: MockClock,
+) -> None:
+    async with open_zmq_context() as context, open_stage() as stage:
+        await stage.cell.stop()
+        stage.network, stage.endpoint = ZmqNetwork(context), "tcp://127.0.0.1:*"
+        await stage.start()
+        stage.endpoint = stage.bound[-1]
+        client, replica = await stage.client(), await stage.replica()
+        await client.submit("r")
+        await replica.request(1)
+        await stage.crash()
+        await client.session(2)
+        await replica.session(2)
+        await client.submit("r")
+        new = await replica.request(2)
+        await replica.send(new, 0, 7, finish=FinishReason.STOP)
+        await client.end("r")
+        assert stage.bound[-2:] == [stage.endpoint, stage.endpoint]
+        for side in (client, replica):
+            await side.leave()
 
 
 # Anything, in any order.

@@ -1146,3 +1146,30 @@ async def test_over_sockets_a_dropped_peer_begins_a_new_session(zmq_world: World
     await pair.connection.send(Note(number=2))
     await pair.at_listener.said()
     assert pair.at_listener.numbers == [2]
+
+
+async def test_over_sockets_last_words_arrive_before_the_port_closes(zmq_world: World) -> None:
+    """Without a goodbye that is answered, what a peer has not read yet goes with the socket."""
+    pair = await zmq_world.pair()
+    for number in range(500):
+        pair.listener.send(pair.key, Note(number=number))
+
+    await pair.listener.say_goodbye()
+    pair.listener.close()
+
+    await pair.at_connection.left()
+    assert pair.at_connection.numbers == list(range(500))
+
+
+async def test_a_goodbye_waits_no_longer_than_it_may_for_a_peer_that_does_not_read(
+    autojump_clock: MockClock, world: World
+) -> None:
+    listener = world.listener(Mail())
+    raw = world.raw()
+    await raw.hello()
+    began = trio.current_time()
+
+    await listener.say_goodbye(timeout=2.0)
+
+    assert trio.current_time() - began == pytest.approx(2.0)
+    raw.port.close()

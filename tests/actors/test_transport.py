@@ -171,17 +171,6 @@ async def test_closing_ends_a_receive_and_is_harmless_when_repeated(network: Net
             await until_closed(port)
 
 
-async def test_last_words_arrive_though_the_port_was_closed_behind_them(network: Network) -> None:
-    async with listening(network) as server:
-        client = connect(network, server.endpoint)
-        await client.send(b"hello")
-        ((key, _),) = await hear(server, 1)
-        server.send_nowait(key, b"goodbye")
-        server.close()
-        assert await read(client, 1) == [b"goodbye"]
-        client.close()
-
-
 # Memory's own ways.
 
 

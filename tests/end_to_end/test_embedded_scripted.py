@@ -437,3 +437,18 @@ async def test_two_hundred_requests_under_random_failures_all_come_out_right(
         audience.ask_for(prompts_of(200), 12)
     check(audience, prompts_of(200), 12)
     assert device.at_step == {}
+
+
+async def test_a_request_submitted_while_the_coordinator_is_away_waits_for_its_return(
+    autojump_clock: MockClock,
+) -> None:
+    async with engine_on(Device()) as engine:
+        [before] = await engine.generate([[1, 2, 3]], max_tokens=5)
+        kill(engine, "coordinator")
+        while engine._connection.present:
+            await trio.lowlevel.checkpoint()
+
+        [after] = await engine.generate([[1, 2, 3]], max_tokens=5)
+
+        assert engine._system.cells["coordinator"].lives == 2
+    assert after.token_ids == before.token_ids

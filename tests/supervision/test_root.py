@@ -35,7 +35,14 @@ from callboard.messages.errors import (
     StartFailed,
 )
 from callboard.messages.membership import Role
-from callboard.supervision.root import REPLICAS, Address, FromOperator, Root, ToOperator
+from callboard.supervision.root import (
+    REPLICAS,
+    Address,
+    FromOperator,
+    Root,
+    ToOperator,
+    reachable,
+)
 from callboard.supervision.spec import ChildSpec
 from callboard.supervision.supervisor import Supervisor
 
@@ -330,6 +337,20 @@ async def test_a_verb_that_the_start_outlasts_is_late_and_never_has_an_effect(
     assert theatre.diary == []
 
 
+async def test_a_stop_does_not_wait_for_the_start(
+    autojump_clock: MockClock, theatre: Theatre
+) -> None:
+    theatre.scripts["b"].start_s = 5.0
+    operator = await theatre.open("a", "b")
+
+    reply = await ask(operator, Stop())
+
+    await trio.sleep(60.0)
+    assert reply.done
+    assert reply.seconds < 0.5
+    assert (await status(operator)).state is State.STOPPED
+
+
 # Stop
 
 
@@ -412,6 +433,7 @@ async def test_status_is_answered_at_once_while_the_tree_starts(
         ("a", State.RUNNING),
         (REPLICAS, State.STARTING),
     ]
+    assert [(one.name, one.state) for one in reply.replicas] == [("replica-0", State.STARTING)]
     assert trio.current_time() - began < 0.5
 
 
@@ -506,6 +528,24 @@ async def test_abort_without_a_coordinator_that_answers_is_late(
 
     with pytest.raises(DeadlineExceeded):
         await operator.ask(AbortRequests(all=True), timeout=5.0)
+
+
+# Where it is
+
+
+@pytest.mark.parametrize(
+    ("control_endpoint", "found_at", "wanted"),
+    [
+        ("tcp://0.0.0.0:9", "tcp://example.org:7500", "tcp://example.org:9"),
+        ("tcp://[::]:9", "tcp://[fe80::1]:7500", "tcp://[fe80::1]:9"),
+        ("tcp://127.0.0.1:9", "tcp://localhost:7500", "tcp://127.0.0.1:9"),
+        ("ipc:///run/a.control", "ipc:///run/a", "ipc:///run/a.control"),
+    ],
+)
+def test_a_client_sends_verbs_to_the_host_where_it_found_the_server(
+    control_endpoint: str, found_at: str, wanted: str
+) -> None:
+    assert reachable(control_endpoint, beside=found_at) == wanted
 
 
 # How it ends

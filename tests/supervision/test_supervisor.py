@@ -928,6 +928,30 @@ async def test_a_verb_stops_waiting_when_its_child_ends_for_good(
     assert trio.current_time() - began == pytest.approx(1.0)
 
 
+async def test_a_stop_does_not_wait_for_a_child_that_is_down(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    await stage.play("a", "b")
+    stage.scripts["b"].start_s = float("inf")
+    await stage.tell("b", Crash())
+    began = trio.current_time()
+
+    reply = await stage.ask(Stop())
+
+    assert reply.done
+    assert trio.current_time() == began
+
+
+async def test_a_child_that_dies_of_a_stop_has_stopped(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    await stage.play("a", "b")
+    stage.scripts["b"].dies_of = Stop
+    stage.scripts["b"].start_s = float("inf")
+
+    assert (await stage.ask(Stop())).done
+
+
 # The desired state
 
 
