@@ -106,6 +106,7 @@ class Left(Message, frozen=True):
 
     peer: PeerKey
     reason: str
+    for_good: bool = False  # a server that was told to stop, and will not be back soon
 
 
 SERVER: PeerKey = b""
@@ -366,7 +367,7 @@ class Listener(_Speaker):
         A port that closes takes along what its peers have not read yet, linger or not.
         """
         for peer in list(self._peers.values()):
-            self._post(peer, self._frame(Bye())[1])
+            self._post(peer, self._frame(Bye(for_good=True))[1])
         with trio.move_on_after(timeout):
             while self._peers:
                 await self._departure.wait()
@@ -656,9 +657,9 @@ class Connection(_Speaker):
                 pass
             case Credit(taken=taken):
                 self._acknowledge(taken)
-            case Bye():
+            case Bye(for_good=for_good):
                 self._say(Bye())  # all before it has been read
-                self._lose("the server left")
+                self._lose("the server left", for_good=for_good)
             case FrameRefused(failure=failure):
                 log.warning("server refused a frame", reason=failure.message)
                 self._be_refused(failure.error())
@@ -684,7 +685,7 @@ class Connection(_Speaker):
             self._refusal = error
             self._welcomed.set()
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, *, for_good: bool = False) -> None:
         """End the session, if there is one."""
         if not self._present:
             return
@@ -692,7 +693,7 @@ class Connection(_Speaker):
         self._incarnation += 1  # so that the server begins anew, too
         self._flow.wake()
         self.asks.fail_all(ActorStopped(reason))
-        self._tell(Left(peer=SERVER, reason=reason))
+        self._tell(Left(peer=SERVER, reason=reason, for_good=for_good))
 
     def _hello(self) -> bytes:
         hello = Hello(

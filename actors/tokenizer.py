@@ -1,11 +1,12 @@
-"""The tokenizer: checks what clients submit and turns text and conversations into token ids.
+"""The tokenizer: checks what clients submit and turns texts, conversations and bad words into ids.
 
 (The way back, ids to text, is part of a request's state and lives in the scheduler's ledger.)
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+import msgspec
 import trio
 
 from callboard.actors.actor import Actor
@@ -22,7 +23,14 @@ from callboard.messages.requests import (
     TextPrompt,
     TokenPrompt,
 )
-from callboard.messages.sampling import check, check_ids
+from callboard.messages.sampling import (
+    MAX_BAD_SEQUENCE_TOKENS,
+    SamplingParams,
+    check,
+    check_ids,
+)
+
+T = TypeVar("T")
 
 TokenizerInbox = Submit | Abort | ForgetAll
 
@@ -73,10 +81,10 @@ class Tokenizer(Actor[TokenizerInbox]):
     async def _submit(self, submit: Submit) -> None:
         try:
             check(submit.params, vocab_size=self._vocab_size)
-            if self._codec is None and submit.params.stop:
-                raise RequestError("stop strings need a tokenizer", field="stop", allowed="none")
+            self._check_text_fields(submit.params)
             self._check_packed("delivered", submit.delivered)
             token_ids = await self._encode(submit)
+            params = await self._encode_bad_words(submit.params)
         except RequestError as error:
             await self._out.tell(Refused(request_id=submit.request_id, failure=Failure.of(error)))
             return
@@ -84,7 +92,7 @@ class Tokenizer(Actor[TokenizerInbox]):
             Enqueue(
                 request_id=submit.request_id,
                 prompt_token_ids=token_ids,
-                params=submit.params,
+                params=params,
                 priority=submit.priority,
                 timeout_s=submit.timeout_s,
                 delivered=submit.delivered,
@@ -107,6 +115,22 @@ class Tokenizer(Actor[TokenizerInbox]):
             raise RequestError("the prompt is empty", field="prompt", allowed="at least 1 token")
         return pack_ids(ids)
 
+    async def _encode_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """Put the bad words behind the bad token ids, each as all that it is tokenised to."""
+        words = params.bad_words
+        if not words:
+            return params
+        size = sum(map(len, words)) * len(_BEFORE)
+        found = await self._use_codec("bad_words", size, lambda codec: _sequences(codec, words))
+        return msgspec.structs.replace(
+            params, bad_words=(), bad_token_ids=(*params.bad_token_ids, *found)
+        )
+
+    def _check_text_fields(self, params: SamplingParams) -> None:
+        for field, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
+            if self._codec is None and texts:
+                raise RequestError(f"{field} needs a tokenizer", field=field, allowed="none")
+
     def _check_packed(self, field: str, packed: bytes) -> list[int]:
         try:
             ids = unpack_ids(packed)
@@ -122,6 +146,9 @@ class Tokenizer(Actor[TokenizerInbox]):
     async def _encode_text(
         self, field: str, size: int, text_of: Callable[[TextCodec], str]
     ) -> list[int]:
+        return await self._use_codec(field, size, lambda codec: codec.encode(text_of(codec)))
+
+    async def _use_codec(self, field: str, size: int, work: Callable[[TextCodec], T]) -> T:
         codec = self._codec
         if codec is None:
             raise RequestError(
@@ -129,9 +156,49 @@ class Tokenizer(Actor[TokenizerInbox]):
             )
         try:
             if size < LONG_TEXT_CHARS:
-                return codec.encode(text_of(codec))
-            return await trio.to_thread.run_sync(lambda: codec.encode(text_of(codec)))
+                return work(codec)
+            return await trio.to_thread.run_sync(lambda: work(codec))
         except ValueError as error:
             raise RequestError(
                 str(error), field=field, allowed="what the model's tokenizer takes"
             ) from error
+
+
+_BEFORE = ("", " ", "\n")
+"""What a word is looked at behind: nothing, a space, and the end of a line.
+
+The last shows what a word within a text is to tokenizers that begin every text with a space; to
+others it is what it is behind nothing.
+"""
+
+
+def _sequences(codec: TextCodec, words: Sequence[str]) -> list[tuple[int, ...]]:
+    """Return the sequences of token ids, each once, that words come as. Raises RequestError."""
+    beginning = codec.encode("")  # what the tokenizer puts before every text, if anything
+    before = dict(zip(_BEFORE, (beginning, beginning, codec.encode("\n")), strict=True))
+    sequences = list(dict.fromkeys(ids for word in words for ids in _ways(codec, word, before)))
+    longest = max(map(len, sequences))
+    if longest > MAX_BAD_SEQUENCE_TOKENS:
+        raise RequestError(
+            f"a bad word has {longest} tokens",
+            field="bad_words",
+            allowed=f"words of at most {MAX_BAD_SEQUENCE_TOKENS} tokens",
+        )
+    return sequences
+
+
+def _ways(codec: TextCodec, word: str, before: Mapping[str, list[int]]) -> list[tuple[int, ...]]:
+    """Return the token ids of a word behind each of these texts, of which the ids are given."""
+    bare = word.lstrip(" ") or word
+    ways = [_behind(start, codec.encode(text + bare)) for text, start in before.items()]
+    found = [tuple(ids) for ids in ways if ids]
+    if not found:
+        raise RequestError(
+            f"the bad word {word!r} has no tokens", field="bad_words", allowed="words with tokens"
+        )
+    return found
+
+
+def _behind(start: list[int], ids: list[int]) -> list[int]:
+    """Return the ids behind a start; none where they have another start."""
+    return ids[len(start) :] if ids[: len(start)] == start else []

@@ -1,8 +1,8 @@
 """What requests change in the logits before a token is chosen: bans, bias and penalties.
 
-In this order, as in vLLM: a banned token gets -inf; a bias is added; then the repetition, frequency
-and presence penalties of the tokens that a row has seen. Only these tokens are read and written,
-whose number is small beside the vocabulary, so a penalty costs little more than a copy of the logits.
+In this order, as in vLLM: a banned token gets -inf; a bias is added; then come the repetition,
+frequency and presence penalties of the tokens that a row has seen. Only these are read and written,
+and they are few beside the vocabulary: a penalty costs little more than a copy of the logits.
 
 The penalties are those of CTRL (arXiv:1909.05858) and of OpenAI's API: a seen token's logit is
 divided by the repetition penalty where it is positive and multiplied where not, whether the token

@@ -1,8 +1,8 @@
-"""What some rows ask beyond temperature and filters: penalties, bias, bad words, processed log-probs.
+"""What some rows ask beyond temperature and filters: penalties, bias, bad words, log-probs' kind.
 
-Such a row gets a line here, by number, for as long as it lives; the row carries the number wherever
-it moves. Line 0 is that of all other rows: nothing is ever written to it. How often a row has seen
-each token is kept up with every token it samples, and told anew to whoever admits it again.
+Such a row has a line here, by number, for as long as it lives, and carries the number wherever it
+moves. Line 0 is that of all other rows: nothing is ever written to it. How often a row has seen
+which token is counted from its tokens when it comes, and kept up with every token it samples.
 
 NumPy on the CPU, like the table of rows. Letters: S rows that sample in a step, by their lines.
 """

@@ -81,7 +81,9 @@ class ReplicaFailed(Message, frozen=True):
 
 
 class Bye(Message, frozen=True):
-    """Either side: I am leaving in good order."""
+    """Either side: I am leaving in good order; `for_good` when I was told to stop."""
+
+    for_good: bool = False
 
 
 class FrameRefused(Message, frozen=True):

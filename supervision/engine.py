@@ -483,6 +483,8 @@ class Engine:
                     stream.take_refused(refused.failure)
             case Joined(hello=Welcome() as welcome):
                 self._meet(welcome)
+            case Left(reason=reason, for_good=True):
+                self._give_up(reason)
             case Left(reason=reason):
                 self._nursery.start_soon(self._give_up_later, reason, self._sessions)
 
@@ -503,8 +505,10 @@ class Engine:
     async def _give_up_later(self, reason: str, session: int) -> None:
         """End all streams when the server does not come back in time."""
         await trio.sleep(RECONNECT_TIMEOUT_S)
-        if self._sessions != session:
-            return
+        if self._sessions == session:
+            self._give_up(reason)
+
+    def _give_up(self, reason: str) -> None:
         self._gone = True
         self._end_streams(Failure(code="Unreachable", message=f"the server is gone: {reason}"))
 

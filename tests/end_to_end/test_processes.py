@@ -301,27 +301,15 @@ def send_garbage(endpoint: str) -> bytes:
 # Commands
 
 
-def test_commands_show_and_change_a_servers_state(server: Server) -> None:
+def test_commands_change_a_servers_state_and_say_so(server: Server) -> None:
     paused, again = (run("pause", "--json", endpoint=server.endpoint) for _ in range(2))
-    suspended = run("suspend", "--json", endpoint=server.endpoint)
-    refused = run("unpause", "--json", endpoint=server.endpoint)
-    resumed = run("resume", "--json", endpoint=server.endpoint)
     unpaused = run("unpause", "--json", endpoint=server.endpoint)
 
-    done = [paused, again, suspended, resumed, unpaused]
-    assert [result.returncode for result in done] == [0] * 5
-    assert [json.loads(result.stdout)["state"] for result in done] == [
-        "paused",
-        "paused",
-        "suspended",
-        "paused",
-        "running",
-    ]
-    assert json.loads(suspended.stdout)["bytes_freed"] > 0
-    assert refused.returncode == 1
-    assert json.loads(refused.stdout)["refused"]
-    for result in (*done, refused):
-        assert set(json.loads(result.stdout)) == set(ControlReply.__struct_fields__)
+    done = [paused, again, unpaused]
+    shown = [json.loads(result.stdout) for result in done]
+    assert [result.returncode for result in done] == [0, 0, 0]
+    assert [reply["state"] for reply in shown] == ["paused", "paused", "running"]
+    assert all(set(reply) == set(ControlReply.__struct_fields__) for reply in shown)
 
 
 def test_status_as_json_tells_what_each_replica_does(server: Server) -> None:
@@ -332,13 +320,6 @@ def test_status_as_json_tells_what_each_replica_does(server: Server) -> None:
     assert set(one) == set(ReplicaStatus.__struct_fields__)
     assert one["blocks_free"] == one["blocks_total"] > 0
     assert one["pid"] not in (0, server.process.pid)
-
-
-def test_a_state_that_is_not_reached_in_time_is_code_3(server: Server) -> None:
-    result = run("status", "--wait", "paused", "--timeout", "0.5", endpoint=server.endpoint)
-
-    assert result.returncode == 3
-    assert "but running" in result.stderr
 
 
 def test_a_wrong_command_line_is_code_64_and_nobody_at_the_endpoint_code_2() -> None:
