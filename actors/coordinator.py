@@ -87,6 +87,7 @@ class Coordinator(Actor[CoordinatorInbox]):
         self._listener: Listener | None = None
         self._stopping: list[tuple[Stop, Reply]] = []
         self._taken = 0
+        self._replicas: dict[str, PeerKey] = {}  # the latest of each name
         self._overdue: Timer | None = None  # for the first deadline among those without a replica
 
     async def on_start(self) -> None:
@@ -279,6 +280,11 @@ class Coordinator(Actor[CoordinatorInbox]):
     def _join(self, peer: PeerKey, hello: Hello) -> None:
         self._leave(peer, "said hello again")
         if hello.role is Role.REPLICA:
+            earlier = self._replicas.get(hello.name)
+            if earlier is not None and earlier != peer:
+                # A process that was killed says nothing; that its next life is here says enough.
+                self._listening.drop(earlier, "its next life has joined")
+            self._replicas[hello.name] = peer
             self._routing.replica_joined(peer)
             self.log.info("replica joined", replica=hello.name)
 

@@ -549,6 +549,20 @@ async def test_a_replica_lost_after_the_last_token_changes_nothing(stage: Stage)
     assert client.output["r"] == [7]
 
 
+async def test_a_replicas_next_life_gets_the_requests_of_one_that_died_silently(
+    stage: Stage,
+) -> None:
+    client, replica = await stage.client(), await stage.replica("replica-0")
+    await client.submit("r")
+    await replica.send(replica.given[0], 0, 7)
+
+    again = await stage.replica("replica-0")  # the first never said goodbye
+
+    (request,) = again.given
+    assert unpack_ids(request.delivered) == [7]
+    assert stage.details()["replicas"] == 1
+
+
 async def test_a_lost_only_replicas_requests_wait_for_its_return(stage: Stage) -> None:
     client, replica = await stage.client(), await stage.replica()
     await client.submit("r")
@@ -570,6 +584,37 @@ async def test_a_request_that_loses_every_replica_is_failed_after_some(stage: St
     assert client.ended(FinishReason.ERROR) == ["r"]
     assert client.failure().code == "RequestFailed"
     assert (await stage.replica()).given == []
+
+
+async def test_a_replica_that_lost_us_unnoticed_is_given_its_requests_again(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    """It was cut off for a while, has forgotten everything, and says hello as if it were new."""
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r")
+    (old,) = replica.given
+    await replica.send(old, 0, 7)
+    replica.connection._lose("cut off")
+    await replica.session(2)
+    new = await replica.request(2)
+    assert unpack_ids(new.delivered) == [7]
+    await replica.say(tokens(old, 1, 66), tokens(new, 1, 8, finish=FinishReason.STOP))
+    assert client.output["r"] == [7, 8]
+
+
+async def test_a_client_that_lost_us_unnoticed_submits_again_what_it_had_open(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r")
+    client.connection._lose("cut off")
+    await client.session(2)
+    await client.submit("r")
+    assert client.refused == {}
+    old, new = replica.given
+    assert replica.aborted == [old.request_id]
+    await replica.send(new, 0, 8, finish=FinishReason.STOP)
+    assert client.output["r"] == [8]
 
 
 async def test_what_an_earlier_attempt_says_late_is_nobodys(stage: Stage) -> None:
@@ -947,6 +992,7 @@ class Evening:
         self.rng = random.Random(seed)
         self.clients: list[Client] = []
         self.replicas: list[Improvised] = []
+        self.entered = 0
         self.expected: dict[tuple[int, str], list[int]] = {}
 
     async def begin(self) -> None:
@@ -975,7 +1021,8 @@ class Evening:
 
     async def enter(self) -> None:
         if len(self.replicas) < 3:
-            self.replicas.append(replica := Improvised(self.stage, "improvised"))
+            self.entered += 1
+            self.replicas.append(replica := Improvised(self.stage, f"improvised {self.entered}"))
             await self.stage.enter(replica)
 
     async def die(self) -> None:

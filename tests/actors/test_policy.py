@@ -444,6 +444,21 @@ def test_starved_rows_ask_again_oldest_first() -> None:
     assert replica.phases() == {"a": Phase.DECODING, "b": Phase.STARVED, "c": Phase.WAITING}
 
 
+def test_a_starved_row_is_served_before_a_younger_one_that_is_full_only_now() -> None:
+    replica = Replica(num_blocks=3, block_tokens=4)
+    old = replica.add("old", prompt=4, max_tokens=9)
+    replica.add("young", prompt=2, max_tokens=9)
+    replica.add("short", prompt=1, max_tokens=3)
+    for _ in range(3):
+        replica.step()
+    assert replica.phases() == {"old": Phase.STARVED, "young": Phase.DECODING}
+    assert replica.free == 1
+    step = replica.step()
+    assert step is not None
+    assert [grant.row for grant in step.grants] == [old.row]
+    assert replica.phases() == {"old": Phase.DECODING, "young": Phase.STARVED}
+
+
 def test_when_nothing_can_run_the_newest_row_is_evicted_and_loses_nothing() -> None:
     replica = Replica(num_blocks=4, block_tokens=4)
     replica.add("old", prompt=4, max_tokens=9)
@@ -811,6 +826,47 @@ def test_after_one_failure_everybody_is_admitted_at_once_again() -> None:
     step = replica.step()
     assert step is not None
     assert len(step.admits) == 4
+
+
+def test_who_was_part_of_several_failures_is_admitted_with_no_other_new_row() -> None:
+    replica = Replica()
+    for name in "abc":
+        replica.add(name, max_tokens=9)
+    for _ in range(2):
+        replica.plan()
+        replica.restart(in_flight=True)
+    replica.add("fresh", max_tokens=9)
+    admitted = []
+    for _ in range(4):
+        step = replica.step()
+        assert step is not None
+        admitted.append(len(step.admits))
+    assert admitted == [1, 1, 1, 1]
+    replica.drain()
+    assert all(replica.output[name] == alone((1, 2, 3), 9) for name in ("a", "b", "c", "fresh"))
+
+
+def test_nothing_is_admitted_behind_a_suspect_whose_prompt_has_further_parts() -> None:
+    replica = Replica(max_step_tokens=8)
+    replica.add("long", prompt=12)
+    for _ in range(2):
+        replica.plan()
+        replica.restart(in_flight=True)
+    replica.add("fresh", prompt=1)
+    for _ in range(2):
+        replica.step()  # there is room for the other beside the last part
+        assert replica.phases()["fresh"] is Phase.WAITING
+    replica.drain()
+    assert set(replica.ends) == {"long", "fresh"}
+
+
+def test_blocks_of_a_device_that_is_gone_admit_nobody() -> None:
+    replica = Replica()
+    replica.add("a")
+    granted = replica.reserve(replica.policy.propose())
+    replica.restart()
+    planned = replica.policy.plan(granted)
+    assert (planned.step, planned.unused) == (None, list(granted.blocks))
 
 
 def test_what_no_longer_fits_a_new_device_fails_with_the_reason() -> None:

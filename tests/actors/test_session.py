@@ -84,6 +84,7 @@ class Secret(Message, frozen=True):
     """Replica → server: not for clients to say."""
 
 
+ANYTHING: Any = SESSION
 ToServer = Note | Question
 ToClient = Note | Question
 Event = Said | Joined | Left
@@ -607,6 +608,60 @@ async def test_credit_that_goes_back_or_comes_twice_changes_nothing(
     for taken in (50, 50, 10, -7):
         await raw.say(Credit(taken=taken))
     assert await raw.waiting() == WINDOW + 50
+
+
+async def test_credit_once_given_is_not_taken_back(autojump_clock: MockClock, world: World) -> None:
+    listener = world.listener(mail := Mail())
+    raw = world.raw()
+    await raw.hello()
+    key = await mail.joined()
+    for number in range(WINDOW):
+        listener.send(key, Note(number=number))
+    await raw.say(Credit(taken=100))
+    await raw.say(Credit(taken=10))
+    await wait_all_tasks_blocked()
+    for number in range(100):
+        listener.send(key, Note(number=number))
+    assert await raw.waiting() == WINDOW + 100
+
+
+async def test_frames_of_an_old_session_give_no_credit_in_a_new_one(
+    autojump_clock: MockClock, world: World
+) -> None:
+    world.listener(mail := Mail())
+    raw = world.raw()
+    await raw.hello()
+    await mail.joined()
+    mail.open = trio.Event()  # its actor takes nothing for a while
+    for number in range(WINDOW // 4):
+        await raw.say(Note(number=number))
+    await raw.hello(incarnation=2)
+    mail.open.set()
+    await mail.said(WINDOW // 4)
+    assert await raw.waiting() == 0
+
+
+async def test_frames_of_a_servers_old_session_give_it_no_credit_in_a_new_one(
+    autojump_clock: MockClock, world: World
+) -> None:
+    server = world.network.listen(ENDPOINT, max_frame_bytes=2**26)
+    connection = world.connection(mail := Mail())
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(connection.wait_welcome)
+        ((key, _),) = await server.receive()
+        welcome = Welcome(name="server", session="1", max_frame_bytes=9)
+        server.send_nowait(key, envelope(encode_body(welcome)))
+    await mail.joined()
+    mail.open = trio.Event()
+    for number in range(WINDOW // 4):
+        server.send_nowait(key, envelope(encode_body(Note(number=number))))
+    again = msgspec.structs.replace(welcome, session="2")
+    server.send_nowait(key, envelope(encode_body(again)))
+    await wait_all_tasks_blocked()
+    mail.open.set()
+    await mail.joined(2)
+    said = [decode_body(decode_frame(frame).body, ANYTHING) for frame in await drained(server)]
+    assert not any(isinstance(message, Credit) for message in said)
 
 
 async def test_a_taker_tells_its_credit_four_times_a_window(
