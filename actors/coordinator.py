@@ -302,8 +302,9 @@ class Coordinator(Actor[CoordinatorInbox]):
                 self._end([request], FinishReason.ABORT)
             else:
                 self._watch_deadline(request.deadline)
-        # At once, not when a replica has said so: the client may come back with the same ids.
-        self._end(self._routing.client_left(peer), FinishReason.ABORT)
+        # At once, not when a replica has said so: the client may be back already, with these ids.
+        for request in self._routing.client_left(peer):
+            self._forget(request)
 
     def _abort(self, requests: list[OpenRequest]) -> None:
         """Abort requests; those at a replica end when it says so, and has freed what they hold."""
@@ -319,11 +320,15 @@ class Coordinator(Actor[CoordinatorInbox]):
     ) -> None:
         """Send terminal deltas made here, and tell the replicas to free what they hold."""
         for request in requests:
-            if request.replica is not None:
-                self._listening.send(request.replica, Abort(request_id=request.wire_id))
-            self._routing.close(request)
+            self._forget(request)
             terminal = TokensOut(deltas=(request.terminal(reason, failure),))
             self._listening.send(request.client, terminal)
+
+    def _forget(self, request: OpenRequest) -> None:
+        """Have nothing more to do with a request, nor any replica that runs it."""
+        if request.replica is not None:
+            self._listening.send(request.replica, Abort(request_id=request.wire_id))
+        self._routing.close(request)
 
     def _abort_requests(self, message: AbortRequests) -> AbortReply | CallboardError:
         if bool(message.request_id) == message.all:

@@ -483,6 +483,7 @@ class Listener(_Speaker):
         if known is not None and known.hello.incarnation == hello.incarnation:
             self._reply(key, self._welcome(known.session))
             return
+        self.asks.fail_of(key, ActorStopped("the peer began anew"))
         flow = _Flow(lambda frame: self._port.send_nowait(key, frame))
         peer = self._peers[key] = _Peer(key, hello, flow)
         self._tell(Joined(peer=key, hello=hello))

@@ -1,4 +1,4 @@
-"""What some rows ask beyond temperature and filters: penalties, bias, bad words, log-probs' kind.
+"""What only some rows ask for: penalties, bias, bad words and processed log-probs.
 
 Such a row has a line here, by number, for as long as it lives, and carries the number wherever it
 moves. Line 0 is that of all other rows: nothing is ever written to it. How often a row has seen

@@ -6,7 +6,7 @@ from callboard.actors.ledger import Ledger, Phase, Request
 from callboard.messages.base import pack_floats, pack_ids
 from callboard.messages.errors import Failure
 from callboard.messages.requests import Delta, FinishReason
-from callboard.messages.sampling import SamplingParams
+from callboard.messages.sampling import LogprobsMode, SamplingParams
 
 
 class Words:
@@ -75,6 +75,26 @@ def test_a_row_has_prompt_and_output_to_prefill() -> None:
     assert request.phase is Phase.PREFILLING
     assert (request.row, request.target, request.length) == (41, 5, 0)
     assert request.tokens == array("i", (1, 2, 3, 5, 6))
+
+
+def test_a_row_knows_all_that_was_asked_of_its_tokens() -> None:
+    params = SamplingParams(
+        logprobs=3,
+        repetition_penalty=1.25,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias={3: 2.0},
+        bad_token_ids=((1, 2), (3,)),
+        logprobs_mode=LogprobsMode.PROCESSED,
+    )
+
+    sampling = a_request(params=params).sampling()
+
+    for field in ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"):
+        assert getattr(sampling, field) == getattr(params, field)
+    assert sampling.bad_token_ids == ((1, 2), (3,))
+    assert (sampling.logprobs, sampling.processed_logprobs) == (3, True)
+    assert not a_request().sampling().processed_logprobs
 
 
 def test_a_checkpoint_keeps_the_output_and_nothing_else() -> None:

@@ -846,6 +846,19 @@ def test_who_was_part_of_several_failures_is_admitted_with_no_other_new_row() ->
     assert all(replica.output[name] == alone((1, 2, 3), 9) for name in ("a", "b", "c", "fresh"))
 
 
+def test_a_suspect_does_not_join_others_that_are_admitted_before_it() -> None:
+    replica = Replica()
+    replica.add("suspect", max_tokens=9)
+    for _ in range(2):
+        replica.plan()
+        replica.restart(in_flight=True)
+    replica.add("urgent", max_tokens=9, priority=-1)
+    replica.step()
+    assert replica.phases() == {"suspect": Phase.WAITING, "urgent": Phase.DECODING}
+    replica.step()
+    assert replica.phases()["suspect"] is Phase.DECODING
+
+
 def test_nothing_is_admitted_behind_a_suspect_whose_prompt_has_further_parts() -> None:
     replica = Replica(max_step_tokens=8)
     replica.add("long", prompt=12)

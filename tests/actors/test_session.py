@@ -933,6 +933,26 @@ async def test_questions_fail_at_once_when_the_one_asked_leaves(
     assert trio.current_time() == began
 
 
+async def test_questions_to_a_peer_that_begins_anew_fail_at_once(
+    autojump_clock: MockClock, world: World
+) -> None:
+    listener, failed = world.listener(mail := Mail()), list[CallboardError]()
+    raw = world.raw()
+    await raw.hello()
+    key = await mail.joined()
+    began = trio.current_time()
+    async with trio.open_nursery() as nursery:
+
+        async def ask() -> None:
+            await listener.ask(key, Question(number=1), timeout=100)
+
+        nursery.start_soon(ask_until_it_fails, ask, failed)
+        await wait_all_tasks_blocked()
+        await raw.say(hello(incarnation=2))
+    assert [type(error) for error in failed] == [ActorStopped]
+    assert trio.current_time() == began
+
+
 async def test_nobody_can_answer_for_somebody_else(autojump_clock: MockClock, world: World) -> None:
     pair = await world.pair()
     raw = world.raw()

@@ -44,6 +44,14 @@ class Letters:
         return "".join(f"{turn['role'][0]}:{turn['content']};" for turn in messages)
 
 
+class Pieces(Letters):
+    """A codec as SentencePiece's: every text begins with token 1, then with a blank if it can."""
+
+    def encode(self, text: str) -> list[int]:
+        blank = text and not text.startswith(" ")
+        return [1, *super().encode(f" {text}" if blank else text)]
+
+
 class Desk:
     """A tokenizer, and the mailboxes of the scheduler and of the link."""
 
@@ -164,6 +172,11 @@ async def test_an_abort_does_not_overtake_its_request() -> None:
         (ids(1), {"params": SamplingParams(temperature=-1.0)}, "temperature", "-1.0"),
         (ids(1), {"params": SamplingParams(top_p=0.0)}, "top_p", "0.0"),
         (ids(1), {"params": SamplingParams(stop_token_ids=(1000,))}, "stop_token_ids", "1000"),
+        (ids(1), {"params": SamplingParams(repetition_penalty=0.0)}, "repetition_penalty", "0.0"),
+        (ids(1), {"params": SamplingParams(logit_bias={1000: 1.0})}, "logit_bias", "1000"),
+        (ids(1), {"params": SamplingParams(bad_token_ids=((1, 1000),))}, "bad_token_ids", "1000"),
+        (ids(1), {"params": SamplingParams(bad_words=("why?",))}, "bad_words", "not answered"),
+        (ids(1), {"params": SamplingParams(bad_words=("x" * 65,))}, "bad_words", "66 tokens"),
         (
             ChatPrompt(messages=(ChatMessage(role="nobody", content=""),)),
             {},
@@ -198,6 +211,7 @@ async def test_a_wrong_request_leaves_the_next_one_alone() -> None:
             "prompt",
         ),
         (ids(1), SamplingParams(stop=("x",)), "stop"),
+        (ids(1), SamplingParams(bad_words=("x",)), "bad_words"),
     ],
 )
 async def test_without_a_codec_nothing_about_text_is_taken(
@@ -205,3 +219,60 @@ async def test_without_a_codec_nothing_about_text_is_taken(
 ) -> None:
     async with desk(None) as one:
         assert (await one.refused(prompt, params=params)).failure.field == field
+
+
+# Bad words
+
+
+def bad(*words: str, token_ids: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
+    return SamplingParams(bad_words=words, bad_token_ids=token_ids, top_k=3)
+
+
+def letters(*texts: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(ord, text)) for text in texts)
+
+
+async def test_a_bad_word_becomes_its_tokens_with_and_without_a_space() -> None:
+    async with desk(Letters()) as one:
+        enqueue = await one.enqueued(ids(1), params=bad("to be", "or"))
+        found = letters("to be", " to be", "or", " or")
+        assert enqueue.params == SamplingParams(bad_token_ids=found, top_k=3)
+
+
+async def test_bad_words_come_behind_bad_token_ids_and_each_once() -> None:
+    async with desk(Letters()) as one:
+        params = bad("or", " or", "or", token_ids=((5, 6), (7,)))
+        enqueue = await one.enqueued(ids(1), params=params)
+        assert enqueue.params.bad_token_ids == ((5, 6), (7,), *letters("or", " or"))
+
+
+async def test_white_space_can_be_a_bad_word() -> None:
+    async with desk(Letters()) as one:
+        enqueue = await one.enqueued(ids(1), params=bad("\n", " "))
+        assert enqueue.params.bad_token_ids == letters("\n", " \n", " ", "  ")
+
+
+async def test_what_a_tokenizer_puts_before_every_text_is_no_part_of_a_bad_word() -> None:
+    """Within a text there is no blank before the word, which only its third way shows."""
+    async with desk(Pieces()) as one:
+        enqueue = await one.enqueued(ids(1), params=bad("or"))
+        assert enqueue.params.bad_token_ids == letters(" or", "or")
+
+
+async def test_a_word_of_which_no_token_is_left_is_refused() -> None:
+    class Deaf(Letters):
+        def encode(self, text: str) -> list[int]:
+            return []
+
+    async with desk(Deaf()) as one:
+        failure = (await one.refused(ids(1), params=bad("or"))).failure
+        assert (failure.field, "'or' has no tokens" in failure.message) == ("bad_words", True)
+
+
+@pytest.mark.parametrize("count", [1, 60])
+async def test_many_bad_words_are_encoded_in_a_thread_of_their_own(count: int) -> None:
+    codec = Letters()
+    async with desk(codec) as one:
+        await one.enqueued(ids(1), params=bad(*(f"{number:030}" for number in range(count))))
+        here = threading.current_thread().name
+        assert set(codec.threads) == {here} if count == 1 else here not in codec.threads

@@ -1,10 +1,12 @@
 """The runner with a small random model, driven the way a scheduler drives it."""
 
+import math
 import random
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,6 +17,7 @@ from callboard.gpu.blocks import BlockPool
 from callboard.gpu.device import resident_bytes
 from callboard.gpu.memory import blocks_for
 from callboard.gpu.runner import ModelRunner, NotReady, RunnerConfig
+from callboard.gpu.step_inputs import StepInputs
 from callboard.messages.base import pack_ids, unpack_floats, unpack_ids
 from callboard.messages.errors import ConfigError
 from callboard.messages.steps import Admit, Continue, Grant, RowSampling, RunStep, StepDone
@@ -71,6 +74,12 @@ def make_sampling(
     stop_token_ids: tuple[int, ...] = (),
     first_position: int = 0,
     logprobs: int = -1,
+    repetition: float = 1.0,
+    presence: float = 0.0,
+    frequency: float = 0.0,
+    bias: dict[int, float] | None = None,
+    bad: tuple[tuple[int, ...], ...] = (),
+    processed: bool = False,
 ) -> RowSampling:
     return RowSampling(
         temperature=temperature,
@@ -83,6 +92,12 @@ def make_sampling(
         stop_token_ids=stop_token_ids,
         first_position=first_position,
         logprobs=logprobs,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logit_bias=bias or {},
+        bad_token_ids=bad,
+        processed_logprobs=processed,
     )
 
 
@@ -136,6 +151,8 @@ class Scheduler:
             if self.drops is not None and self.rows and self.drops.random() < 0.2:
                 self.preempt(self.drops.choice(sorted(self.rows)))
             done = self.runner.execute(self.next_step(step))
+            assert self.runner._context is not None
+            self.runner._context.check()
             if done.num_tokens == 0:
                 self.preempt(max(self.rows))
             self.take(done)
@@ -300,6 +317,129 @@ def test_seeds_and_not_neighbours_decide_what_is_drawn(runner: ModelRunner) -> N
     assert first[0].output == first[2].output != first[1].output
 
 
+# Penalties, bias and bad words
+
+
+def make_ruled_requests(*, temperature: float = 0.0) -> list[Request]:
+    """One request of each kind, among them plain ones and one that asks for everything."""
+    asked: list[dict[str, Any]] = [
+        {},
+        {"repetition": 1.5},
+        {"frequency": -1.0, "presence": 0.4},
+        {"bias": {7: 2.5, 19: 2.5}},
+        {},
+        {"presence": 0.2, "bad": ((7,), (19, 20))},
+        {"repetition": 1.2, "presence": 0.1, "frequency": 0.1, "bias": {7: 1.0}, "bad": ((7, 7),)},
+        {"bias": {8: 1.0, 9: 1.0}, "bad": ((8, 8), (9, 9), (8, 9, 8), (9, 8))},
+        {"repetition": 1.1, "processed": True},
+    ]
+    return [
+        Request(
+            prompt=[(17 * number + 5 * index) % 320 for index in range(length)],
+            sampling=make_sampling(
+                max_tokens=8 + 2 * number, temperature=temperature, seed=number, logprobs=0, **rules
+            ),
+        )
+        for number, (length, rules) in enumerate(
+            zip([1, 3, 4, 5, 8, 13, 2, 6, 7], asked, strict=True)
+        )
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_rules_count_the_same_whatever_the_schedule(
+    runner: ModelRunner, schedule: dict[str, int], temperature: float
+) -> None:
+    """vllm-project/vllm PR#5639, ml-explore/mlx-lm PR#1225: rules that slipped to other rows."""
+    alone = make_ruled_requests(temperature=temperature)
+    for request in alone:
+        Scheduler(runner).run([request])
+    together = make_ruled_requests(temperature=temperature)
+    scheduler = Scheduler(runner, **schedule)
+
+    scheduler.run(together)
+
+    assert_same(alone, together)
+    assert [len(request.output) for request in together] == list(range(8, 26, 2))
+    assert runner.num_rows == 0
+    if "num_blocks" in schedule or "drops_seed" in schedule:
+        assert scheduler.num_preempted > 0
+
+
+def slow_choice(request: Request, output: list[int], logits_V: torch.Tensor) -> int:
+    """What a greedy row chooses of these logits, token by token."""
+    sampling, tokens = request.sampling, request.prompt + output
+    scores = logits_V.tolist()
+    for token in range(len(scores)):
+        scores[token] += sampling.logit_bias.get(token, 0.0)
+        penalty = sampling.repetition_penalty if token in tokens else 1.0
+        scores[token] *= 1 / penalty if scores[token] > 0 else penalty
+        scores[token] -= sampling.frequency_penalty * output.count(token)
+        scores[token] -= sampling.presence_penalty * (token in output)
+    for *before, last in sampling.bad_token_ids:
+        if output[max(0, len(output) - len(before)) :] == before:
+            scores[last] = -math.inf
+    return scores.index(max(scores))
+
+
+def test_rules_choose_what_the_slow_rule_chooses(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute, seen = runner._logits, list[torch.Tensor]()
+
+    def compute_and_keep(inputs: StepInputs) -> torch.Tensor:
+        seen.append(compute(inputs).clone())
+        return seen[-1]
+
+    monkeypatch.setattr(runner, "_logits", compute_and_keep)
+
+    for number, request in enumerate(make_ruled_requests()):
+        seen.clear()
+        Scheduler(runner).run([request])
+
+        chosen = [
+            slow_choice(request, request.output[:position], logits_1V[0])
+            for position, logits_1V in enumerate(seen)
+        ]
+        assert request.output == chosen
+        likeliest = [int(logits_1V[0].argmax()) for logits_1V in seen]
+        assert (chosen == likeliest) is (number in (0, 4)), "a rule that changed nothing"
+
+
+def test_no_bad_word_ever_comes(runner: ModelRunner) -> None:
+    bad = tuple((first, second) for first in (3, 4, 5) for second in (3, 4, 5))
+    bias = {3: 90.0, 4: 70.0, 5: 50.0}
+    request = Request([3, 3], make_sampling(max_tokens=12, bias=bias, bad=bad))
+
+    Scheduler(runner, drops_seed=3).run([request])
+
+    assert request.output[::2] == [3] * 6  # what the prompt ends with forbids nothing
+    assert not {3, 4, 5} & set(request.output[1::2])
+
+
+def test_rows_that_left_leave_no_rules_behind(runner: ModelRunner) -> None:
+    everything = make_sampling(
+        max_tokens=3, repetition=2.0, presence=2.0, frequency=2.0, bias={5: 9.0}, bad=((6,), (1, 2))
+    )
+    free = run_one(runner, make_sampling()).output
+    for _ in range(3):
+        Scheduler(runner, drops_seed=1).run([Request([1, 2], everything) for _ in range(4)])
+
+    assert run_one(runner, make_sampling()).output == free
+
+
+def test_rules_hold_again_after_the_cache_was_freed(runner: ModelRunner) -> None:
+    whole = run_one(runner, make_sampling(repetition=1.5, frequency=0.1)).output
+    runner.free_kv()
+    runner.allocate()
+    again = Request([1, 2], make_sampling(repetition=1.5, frequency=0.1), output=whole[:5])
+
+    Scheduler(runner).run([again])
+
+    assert again.output == whole
+
+
 # When a row ends
 
 
@@ -388,6 +528,23 @@ def test_log_probs_are_those_of_the_raw_logits_at_any_temperature(runner: ModelR
 
     for (_, one), (_, other) in zip(*done.top_logprobs.values(), strict=True):
         assert one == pytest.approx(other, abs=1e-5)
+
+
+def test_processed_log_probs_are_those_of_what_could_be_drawn(runner: ModelRunner) -> None:
+    rules: dict[str, Any] = {"temperature": 0.5, "top_k": 3, "bias": {7: 40.0, 8: 39.0, 9: 38.0}}
+    processed = make_sampling(logprobs=5, processed=True, **rules)
+    raw = make_sampling(logprobs=5, **rules)
+
+    done = run_step(runner, processed, raw, make_sampling(logprobs=5))
+
+    top = done.top_logprobs[0]
+    assert {token for token, _ in top} <= {7, 8, 9}  # fewer than were asked for, since no more can
+    assert sum(math.exp(logprob) for _, logprob in top) == pytest.approx(1.0)
+    assert dict(top)[unpack_ids(done.token_ids)[0]] == pytest.approx(
+        unpack_floats(done.logprobs)[0]
+    )
+    assert len(done.top_logprobs[1]) == 5
+    assert dict(done.top_logprobs[1]) == pytest.approx(dict(done.top_logprobs[2]), abs=1e-5)
 
 
 def test_a_step_tells_its_number_tokens_and_time(runner: ModelRunner) -> None:

@@ -3,12 +3,20 @@
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from callboard.gpu.penalties import Adjustments
 from callboard.gpu.sampling import SampleResult, SamplingRows, sample, top_logprobs, uniforms
 
 CHI_SQUARE_999_DF7 = 24.32
@@ -460,6 +468,194 @@ def test_top_logprobs_beyond_the_finite_logits_are_minus_infinity() -> None:
 
     assert logprobs_RK.shape == (1, 3)
     assert logprobs_RK[0].tolist() == [pytest.approx(math.log(0.5))] * 2 + [-math.inf]
+
+
+# Bias and penalties, whose arithmetic test_penalties.py looks at
+
+
+def make_adjustments(
+    num_rows: int,
+    *,
+    bias: tuple[Sequence[int], Sequence[int], Sequence[float]] = ((), (), ()),
+    seen: tuple[Sequence[int], Sequence[int], Sequence[int]] = ((), (), ()),
+    repetition: float = 1.0,
+    frequency: float = 0.0,
+    presence: float = 0.0,
+) -> Adjustments:
+    return Adjustments(
+        bias_rows_M=torch.tensor(bias[0], dtype=torch.int64),
+        bias_tokens_M=torch.tensor(bias[1], dtype=torch.int64),
+        bias_M=torch.tensor(bias[2], dtype=torch.float32),
+        seen_rows_N=torch.tensor(seen[0], dtype=torch.int64),
+        seen_tokens_N=torch.tensor(seen[1], dtype=torch.int64),
+        output_count_N=torch.tensor(seen[2], dtype=torch.float32),
+        repetition_R=torch.full((num_rows,), repetition),
+        frequency_R=torch.full((num_rows,), frequency),
+        presence_R=torch.full((num_rows,), presence),
+    )
+
+
+def test_greedy_and_sampled_rows_choose_from_the_adjusted_logits() -> None:
+    logits_RV = torch.tensor([[5.0, 4.0, 0.0]] * 4)
+    biased = make_adjustments(
+        4,
+        bias=([0, 1], [2, 2], [90.0, 90.0]),
+        seen=([2, 3], [0, 0], [1, 1]),
+        repetition=50.0,
+        presence=90.0,
+    )
+    rows = make_rows(4, temperature=[0.0, 1.0, 0.0, 0.01])
+
+    result = sample(logits_RV, replace(rows, adjustments=biased))
+
+    assert result.token_ids_R.tolist() == [2, 2, 1, 1]
+    exact_RV = logits_RV.log_softmax(-1)
+    assert result.logprobs_R.tolist() == pytest.approx(exact_RV[0, [2, 2, 1, 1]].tolist())
+
+
+def test_a_biased_distribution_is_drawn_from_as_it_is() -> None:
+    bias = [0.5, -1.0, 0.0, 2.0, 0.0, 0.0, -3.0, 0.0]
+    biased = torch.softmax(torch.tensor(EIGHT).log() + torch.tensor(bias), -1).tolist()
+    rows = make_rows(2000, position=range(2000))
+    pairs = [(row, token) for row in range(2000) for token in range(8)]
+    adjustments = make_adjustments(
+        2000, bias=([row for row, _ in pairs], [token for _, token in pairs], bias * 2000)
+    )
+
+    drawn = sample(
+        torch.tensor(EIGHT).log().expand(2000, -1), replace(rows, adjustments=adjustments)
+    ).token_ids_R.tolist()
+
+    assert chi_square(drawn, biased) < CHI_SQUARE_999_DF7
+
+
+def test_adjusted_rows_leave_their_neighbours_as_they_were() -> None:
+    """ml-explore/mlx-lm PR#1225, vllm-project/vllm PR#5639."""
+    logits_RV, params = mixed_batch(21, 500)
+    rows = pick(params, range(21))
+    plain = sample(logits_RV, rows)
+    adjusted_rows = list(range(0, 21, 3))
+    adjustments = make_adjustments(
+        21,
+        bias=(adjusted_rows, [7] * 7, [100.0] * 7),
+        seen=(adjusted_rows, [8] * 7, [3] * 7),
+        repetition=1.5,
+        frequency=1.0,
+    )
+
+    beside = sample(logits_RV, replace(rows, adjustments=adjustments))
+
+    others = torch.tensor([row for row in range(21) if row % 3])
+    assert_same(select(beside, others), select(plain, others))
+    assert beside.token_ids_R[::3].tolist() == [7] * 7
+
+
+def test_an_overflow_by_a_penalty_is_a_bad_row_and_no_other() -> None:
+    adjustments = make_adjustments(2, seen=([0], [1], [1]), repetition=0.01)
+    logits_RV = torch.tensor([[0.0, 3e38], [0.0, 1.0]])
+
+    result = sample(logits_RV, replace(make_rows(2, temperature=0.0), adjustments=adjustments))
+
+    assert result.nan_rows_R.tolist() == [True, False]
+
+
+# Processed log-probs
+
+
+def process(rows: SamplingRows, *flags: bool) -> SamplingRows:
+    return replace(rows, processed_R=torch.tensor(flags))
+
+
+FILTERS = list(itertools.product((0.3, 1.0, 2.5), (0, 1, 7), (1.0, 0.8, 0.3), (0.0, 0.1)))
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), FILTERS)
+def test_processed_log_probs_are_those_of_transformers_warpers(
+    temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits_RV = torch.randn(20, 60, generator=torch.Generator().manual_seed(8)) * 2
+    rows = make_rows(
+        20, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, position=range(20)
+    )
+    warpers = [
+        TemperatureLogitsWarper(temperature),
+        *([MinPLogitsWarper(min_p)] if min_p > 0 else []),
+        *([TopKLogitsWarper(top_k)] if top_k > 0 else []),
+        *([TopPLogitsWarper(top_p)] if top_p < 1 else []),
+    ]
+    scores_RV = logits_RV
+    for warper in warpers:
+        scores_RV = warper(torch.empty(0, dtype=torch.int64), scores_RV)
+    expected_RV = scores_RV.log_softmax(-1)
+    expected_RV[expected_RV < math.log(2.0**-40)] = -math.inf  # such tokens are never drawn
+
+    result = sample(logits_RV, process(rows, *[True] * 20))
+
+    chosen_R1 = result.token_ids_R[:, None]
+    torch.testing.assert_close(result.logprobs_R, expected_RV.gather(-1, chosen_R1).squeeze(-1))
+    top_ids_RK, top_RK = top_logprobs(result.scored_RV, 60)
+    torch.testing.assert_close(top_RK, expected_RV.gather(-1, top_ids_RK))
+
+
+def test_processed_log_probs_of_a_greedy_row_know_no_temperature_and_no_filter() -> None:
+    logits_RV = torch.tensor([[2.0, 1.0, 0.0, 3.0]])
+    rows = make_rows(1, temperature=0.0, top_k=1, top_p=0.1, min_p=0.9, banned=([0], [3]))
+    biased = make_adjustments(1, bias=([0], [1], [0.5]))
+
+    result = sample(logits_RV, process(replace(rows, adjustments=biased), True))
+
+    expected_V = torch.tensor([2.0, 1.5, 0.0, -math.inf]).log_softmax(-1)
+    assert float(result.logprobs_R) == pytest.approx(float(expected_V[0]))
+    torch.testing.assert_close(result.scored_RV[0].log_softmax(-1), expected_V)
+
+
+def test_each_row_gets_its_kind_of_log_probs_whatever_the_batch() -> None:
+    logits_RV, params = mixed_batch(67, 500)
+    flags = [row % 3 == 0 for row in range(67)]
+    raw = sample(logits_RV, pick(params, range(67)))
+
+    together = sample(logits_RV, process(pick(params, range(67)), *flags))
+
+    assert torch.equal(together.token_ids_R, raw.token_ids_R)
+    others = torch.tensor([row for row in range(67) if not flags[row]])
+    assert_same(select(together, others), select(raw, others))
+    for row in range(67):
+        rows = pick(params, [row])
+        alone = sample(logits_RV[row : row + 1], process(rows, True) if flags[row] else rows)
+        assert_same(alone, select(together, torch.tensor([row])))
+        assert torch.equal(alone.scored_RV[0], together.scored_RV[row])
+
+
+def test_processed_log_probs_are_finite_at_the_least_temperature() -> None:
+    logits_RV = torch.tensor([[1e4, -1e4, 9.9e3, -math.inf]] * 3)
+    rows = process(make_rows(3, temperature=[1e-4, 1e-30, 1e-45], top_p=0.9), True, True, True)
+
+    result = sample(logits_RV, rows)
+
+    assert result.logprobs_R.tolist() == [0.0] * 3
+    assert not torch.isnan(result.scored_RV).any()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_nan_under_a_ban_is_a_bad_row_with_processed_log_probs_too(temperature: float) -> None:
+    logits_RV = torch.tensor([[math.nan, 1.0, 2.0], [0.0, 1.0, 2.0]])
+    rows = make_rows(2, temperature=temperature, banned=([0], [0]))
+
+    result = sample(logits_RV, process(rows, True, True))
+
+    assert result.nan_rows_R.tolist() == [True, False]
+    assert torch.isnan(result.logprobs_R).tolist() == [True, False]
+
+
+def test_rows_go_to_a_device_with_all_they_hold() -> None:
+    rows = process(replace(make_rows(2), adjustments=make_adjustments(2)), True, False)
+
+    moved = rows.to(torch.device("meta"))
+
+    assert moved.adjustments is not None
+    assert moved.processed_R is not None
+    assert moved.adjustments.bias_M.device.type == moved.processed_R.device.type == "meta"
+    assert moved.adjustments.repetition_R.device.type == moved.seed_S.device.type == "meta"
 
 
 def test_rows_do_not_follow_changes_of_the_arrays_they_came_from() -> None:
