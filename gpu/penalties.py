@@ -2,9 +2,8 @@
 
 In this order, as in vLLM: a banned token gets -inf; a bias is added; then come the repetition,
 frequency and presence penalties of the tokens that a row has seen. Only these are read and written,
-in place, and put back when the token is chosen. They are few beside the vocabulary, so this takes
-less than a millisecond where a copy of the logits (64 rows of 49,152) takes fresh memory of 12 MB,
-which a CPU may wait ten milliseconds for.
+in place, and put back once the token is chosen: for 64 rows that have seen 500 tokens each, 2 ms on
+one core, where a copy of the logits (64 rows of 49,152) means fresh memory and takes up to 12 ms.
 
 The penalties are those of CTRL (arXiv:1909.05858) and of OpenAI's API: a seen token's logit is
 divided by the repetition penalty where it is positive and multiplied where not, whether the token
