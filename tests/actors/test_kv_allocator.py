@@ -9,7 +9,13 @@ from callboard.actors.kv_allocator import KVAllocator
 from callboard.actors.ref import LocalRef
 from callboard.actors.system import open_system
 from callboard.messages.base import Message
-from callboard.messages.blocks import BlockRequest, BlocksGranted, ReleaseBlocks, ReserveBlocks
+from callboard.messages.blocks import (
+    BlockRequest,
+    BlocksGranted,
+    PrefixRequest,
+    ReleaseBlocks,
+    ReserveBlocks,
+)
 from callboard.messages.steps import DeviceReady, RowId
 
 
@@ -39,7 +45,7 @@ class Caller:
         """Ask for blocks by row; None when nothing is answered."""
         self._step += 1
         await self._ref.tell(
-            ReserveBlocks(step=self._step, grow=_requests(grow), admit=_requests(admit))
+            ReserveBlocks(step=self._step, grow=_requests(grow), admit=_new_rows(admit))
         )
         await wait_all_tasks_blocked()
         letter = self._answers.take_nowait()
@@ -64,6 +70,14 @@ class Caller:
     @property
     def free(self) -> int:
         return int(self.cell.status().details["blocks_free"])
+
+
+def _new_rows(counts: dict[RowId, int] | None) -> tuple[PrefixRequest, ...]:
+    """New rows whose prompts fill so many blocks, none of them cached."""
+    return tuple(
+        PrefixRequest(row=row, prompt_tokens=4 * count, chunk_tokens=4 * count)
+        for row, count in (counts or {}).items()
+    )
 
 
 def _requests(counts: dict[RowId, int] | None) -> tuple[BlockRequest, ...]:

@@ -261,7 +261,7 @@ def test_a_short_prompt_is_admitted_whole_with_just_its_blocks() -> None:
     request = replica.add("a", prompt=5)
     question = replica.policy.propose()
     assert question.grow == ()
-    assert [asked.count for asked in question.admit] == [2]
+    assert [asked.prompt_tokens for asked in question.admit] == [5]
     planned = replica.policy.plan(replica.reserve(question))
     assert planned.step is not None
     (admit,) = planned.step.admits
