@@ -2,7 +2,9 @@
 
 In this order, as in vLLM: a banned token gets -inf; a bias is added; then come the repetition,
 frequency and presence penalties of the tokens that a row has seen. Only these are read and written,
-and they are few beside the vocabulary: a penalty costs little more than a copy of the logits.
+in place, and put back when the token is chosen. They are few beside the vocabulary, so this takes
+less than a millisecond where a copy of the logits (64 rows of 49,152) takes fresh memory of 12 MB,
+which a CPU may wait ten milliseconds for.
 
 The penalties are those of CTRL (arXiv:1909.05858) and of OpenAI's API: a seen token's logit is
 divided by the repetition penalty where it is positive and multiplied where not, whether the token
@@ -12,6 +14,8 @@ and once the presence penalty. -inf stays -inf under all of them.
 Letters: R rows, V vocabulary, B bans, M biases, N tokens that rows have seen, each once a row.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -47,50 +51,44 @@ class Adjustments:
         tensors = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
         return replace(self, **tensors)
 
+    def biased(self, logit_M: Tensor) -> Tensor:
+        """Return the logits of the tokens that have a bias with it."""
+        return logit_M + self.bias_M
 
-def adjusted(
+    def penalized(self, logit_N: Tensor) -> Tensor:
+        """Return the logits of the seen tokens after their penalties."""
+        rows_N, count_N = self.seen_rows_N, self.output_count_N
+        repetition_N = self.repetition_R[rows_N]
+        logit_N = torch.where(logit_N > 0, logit_N / repetition_N, logit_N * repetition_N)
+        logit_N = logit_N - self.frequency_R[rows_N] * count_N
+        return logit_N - self.presence_R[rows_N] * (count_N > 0)
+
+
+@contextmanager
+def adjusting(
     logits_RV: Tensor,
     banned_rows_B: Tensor,
     banned_tokens_B: Tensor,
     adjustments: Adjustments | None,
-) -> Tensor:
-    """Return a copy of float32 logits with the bans, and the adjustments where there are any.
+) -> Iterator[None]:
+    """Let bans and adjustments hold in float32 logits within the block; then undo them to the bit.
 
-    A token id outside the vocabulary changes nothing: it is led to one element behind the last row.
+    Raises IndexError for a token id outside the vocabulary (on a GPU, whenever it is found out).
     """
-    num_rows, vocab_size = logits_RV.shape
-    flat = logits_RV.new_empty(num_rows * vocab_size + 1)
-    adjusted_RV = flat[:-1].view(num_rows, vocab_size)
-    adjusted_RV.copy_(logits_RV)
-    flat.index_fill_(0, _places(adjusted_RV, banned_rows_B, banned_tokens_B), -torch.inf)
-    if adjustments is not None:
-        _add_bias(
-            flat,
-            _places(adjusted_RV, adjustments.bias_rows_M, adjustments.bias_tokens_M),
-            adjustments,
-        )
-        _penalize(
-            flat,
-            _places(adjusted_RV, adjustments.seen_rows_N, adjustments.seen_tokens_N),
-            adjustments,
-        )
-    return adjusted_RV
+    before: list[tuple[Tensor, Tensor, Tensor]] = []
 
+    def change(rows_N: Tensor, tokens_N: Tensor, new: Callable[[Tensor], Tensor]) -> None:
+        if len(rows_N):
+            logit_N = logits_RV[rows_N, tokens_N]
+            before.append((rows_N, tokens_N, logit_N))
+            logits_RV[rows_N, tokens_N] = new(logit_N)
 
-def _places(logits_RV: Tensor, rows_N: Tensor, tokens_N: Tensor) -> Tensor:
-    num_rows, vocab_size = logits_RV.shape
-    is_known_N = (tokens_N >= 0) & (tokens_N < vocab_size)
-    return torch.where(is_known_N, rows_N * vocab_size + tokens_N, num_rows * vocab_size)
-
-
-def _add_bias(flat: Tensor, places_M: Tensor, adjustments: Adjustments) -> None:
-    flat.index_copy_(0, places_M, flat[places_M] + adjustments.bias_M)
-
-
-def _penalize(flat: Tensor, places_N: Tensor, adjustments: Adjustments) -> None:
-    rows_N, count_N = adjustments.seen_rows_N, adjustments.output_count_N
-    logit_N, repetition_N = flat[places_N], adjustments.repetition_R[rows_N]
-    logit_N = torch.where(logit_N > 0, logit_N / repetition_N, logit_N * repetition_N)
-    logit_N = logit_N - adjustments.frequency_R[rows_N] * count_N
-    logit_N = logit_N - adjustments.presence_R[rows_N] * (count_N > 0)
-    flat.index_copy_(0, places_N, logit_N)
+    try:
+        change(banned_rows_B, banned_tokens_B, lambda logit_B: torch.full_like(logit_B, -torch.inf))
+        if adjustments is not None:
+            change(adjustments.bias_rows_M, adjustments.bias_tokens_M, adjustments.biased)
+            change(adjustments.seen_rows_N, adjustments.seen_tokens_N, adjustments.penalized)
+        yield
+    finally:
+        for rows_N, tokens_N, logit_N in reversed(before):
+            logits_RV[rows_N, tokens_N] = logit_N

@@ -32,7 +32,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from callboard.gpu.penalties import Adjustments, adjusted
+from callboard.gpu.penalties import Adjustments, adjusting
 
 _WEIGHT_ONE = 2**40
 """The weight of probability 1: finer than logits are exact, and 2^22 of it fit in an int64."""
@@ -145,7 +145,7 @@ class SampleResult:
     nan_rows_R: Tensor
     """bool: bad rows, in which a logit is NaN or +inf, or none that is allowed is above -inf."""
     scored_RV: Tensor
-    """float32: the logits that the row's log-probs are of."""
+    """float32: the logits that the rows' log-probs are of."""
 
 
 def sample(logits_RV: Tensor, rows: SamplingRows) -> SampleResult:
@@ -153,17 +153,15 @@ def sample(logits_RV: Tensor, rows: SamplingRows) -> SampleResult:
 
     What a row gets depends on its own logits and parameters only, bit for bit.
     """
-    logits_RV = logits_RV.float()
-    allowed_RV = _adjusted(logits_RV, rows)
-    peak_R, token_ids_R = allowed_RV.max(dim=-1)
-    scored_RV = _scored(logits_RV, allowed_RV, rows)
-    if len(rows.sampled_rows_S):
-        drawn_S = _draw(allowed_RV, peak_R, rows, scored_RV)
-        token_ids_R = token_ids_R.index_copy(0, rows.sampled_rows_S, drawn_S)
+    logits_RV = logits_RV.float().contiguous()
+    with adjusting(logits_RV, rows.banned_rows_B, rows.banned_tokens_B, rows.adjustments):
+        peak_R, token_ids_R, processed_RV = _choose(logits_RV, rows)
     logprobs_R = _logprobs_of(logits_RV, token_ids_R)
     # A NaN under a ban shows in the raw log-probability only.
     nan_rows_R = ~torch.isfinite(peak_R) | torch.isnan(logprobs_R)
-    if rows.processed_R is not None:
+    scored_RV = logits_RV
+    if processed_RV is not None:
+        scored_RV = processed_RV
         logprobs_R = _logprobs_of(scored_RV, token_ids_R)
     return SampleResult(
         token_ids_R=token_ids_R.masked_fill(nan_rows_R, 0),
@@ -198,19 +196,6 @@ def _copy(numbers: Numbers, dtype: torch.dtype) -> Tensor:
     return torch.asarray(numbers, dtype=dtype, copy=True)
 
 
-def _adjusted(logits_RV: Tensor, rows: SamplingRows) -> Tensor:
-    if not len(rows.banned_rows_B) and rows.adjustments is None:
-        return logits_RV
-    return adjusted(logits_RV, rows.banned_rows_B, rows.banned_tokens_B, rows.adjustments)
-
-
-def _scored(logits_RV: Tensor, allowed_RV: Tensor, rows: SamplingRows) -> Tensor:
-    """Return what log-probs are taken of, as far as it is known before the draw."""
-    if rows.processed_R is None:
-        return logits_RV
-    return torch.where(rows.processed_R[:, None], allowed_RV, logits_RV)
-
-
 def _logprobs_of(logits_RV: Tensor, token_ids_R: Tensor) -> Tensor:
     return _logprobs(logits_RV, logits_RV.gather(-1, token_ids_R[:, None])).squeeze(-1)
 
@@ -225,10 +210,12 @@ def _logprobs(logits_RV: Tensor, chosen_RK: Tensor) -> Tensor:
     return chosen_RK - logits_RV.amax(dim=-1, keepdim=True) + likeliest_R1.log()
 
 
-def _draw(logits_RV: Tensor, peak_R: Tensor, rows: SamplingRows, scored_RV: Tensor) -> Tensor:
+def _draw(
+    logits_RV: Tensor, peak_R: Tensor, rows: SamplingRows, processed_RV: Tensor | None
+) -> Tensor:
     """Draw a token for each sampled row, [S]; a bad row gets any id of the vocabulary.
 
-    What it was drawn from is written into the scored logits of rows with processed log-probs.
+    Writes what the rows were drawn from into the processed logits, where these are wanted.
     """
     row_elements = max(logits_RV.shape[-1], 2**_DIGIT_BITS)
     piece = max(1, _PIECE_ELEMENTS[logits_RV.device.type] // row_elements)
@@ -241,10 +228,8 @@ def _draw(logits_RV: Tensor, peak_R: Tensor, rows: SamplingRows, scored_RV: Tens
         scaled_SV.div_(rows.temperature_S[part, None])
         weights_SV = _filtered_weights(torch.softmax(scaled_SV, dim=-1), rows, part)
         drawn.append(_race(weights_SV, rows.seed_S[part], rows.position_S[part]))
-        if rows.processed_R is not None:
-            drawn_from_SV = scaled_SV.masked_fill_(weights_SV == 0, -torch.inf)
-            is_processed_S1 = rows.processed_R[row_S, None]
-            scored_RV[row_S] = torch.where(is_processed_S1, drawn_from_SV, scored_RV[row_S])
+        if processed_RV is not None:
+            processed_RV[row_S] = scaled_SV.masked_fill_(weights_SV == 0, -torch.inf)
     return torch.cat(drawn)
 
 

@@ -4,6 +4,8 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -505,3 +507,18 @@ def test_stop_ends_requests_and_says_so(
     assert (result.code, result.json["state"]) == (0, "stopped")
     assert refused.code == 1
     assert "stopped" in refused.err
+
+
+def test_a_reader_that_has_gone_ends_a_command_quietly(default_model: Path) -> None:
+    command = [sys.executable, "-m", "callboard", "fetch-model"]
+    environment = {**os.environ, "CALLBOARD_CACHE": str(default_model.parent)}
+
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        _, errors = process.communicate(timeout=60)
+
+    assert process.returncode == cli.BROKEN_PIPE
+    assert errors == b""
