@@ -122,8 +122,10 @@ class Tokenizer(Actor[TokenizerInbox]):
             return params
         size = sum(map(len, words)) * len(_BEFORE)
         found = await self._use_codec("bad_words", size, lambda codec: _sequences(codec, words))
+        # A token the model does not know, as some that were added to a tokenizer, cannot come.
+        known = [ids for ids in found if max(ids) < self._vocab_size]
         return msgspec.structs.replace(
-            params, bad_words=(), bad_token_ids=(*params.bad_token_ids, *found)
+            params, bad_words=(), bad_token_ids=(*params.bad_token_ids, *known)
         )
 
     def _check_text_fields(self, params: SamplingParams) -> None:

@@ -155,13 +155,13 @@ def sample(logits_RV: Tensor, rows: SamplingRows) -> SampleResult:
     """
     logits_RV = logits_RV.float().contiguous()
     with adjusting(logits_RV, rows.banned_rows_B, rows.banned_tokens_B, rows.adjustments):
-        peak_R, token_ids_R, processed_RV = _choose(logits_RV, rows)
+        peak_R, token_ids_R, chosen_from_RV = _choose(logits_RV, rows)
     logprobs_R = _logprobs_of(logits_RV, token_ids_R)
     # A NaN under a ban shows in the raw log-probability only.
     nan_rows_R = ~torch.isfinite(peak_R) | torch.isnan(logprobs_R)
     scored_RV = logits_RV
-    if processed_RV is not None:
-        scored_RV = processed_RV
+    if rows.processed_R is not None:
+        scored_RV = torch.where(rows.processed_R[:, None], chosen_from_RV, logits_RV)
         logprobs_R = _logprobs_of(scored_RV, token_ids_R)
     return SampleResult(
         token_ids_R=token_ids_R.masked_fill(nan_rows_R, 0),
@@ -196,6 +196,19 @@ def _copy(numbers: Numbers, dtype: torch.dtype) -> Tensor:
     return torch.asarray(numbers, dtype=dtype, copy=True)
 
 
+def _choose(logits_RV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each row's highest logit, its token, and what this was chosen from.
+
+    The last, [R, V], is filtered only where a row wants to know; else it may be the logits.
+    """
+    peak_R, token_ids_R = logits_RV.max(dim=-1)
+    chosen_from_RV = logits_RV if rows.processed_R is None else logits_RV.clone()
+    if len(rows.sampled_rows_S):
+        drawn_S = _draw(logits_RV, peak_R, rows, chosen_from_RV)
+        token_ids_R = token_ids_R.index_copy(0, rows.sampled_rows_S, drawn_S)
+    return peak_R, token_ids_R, chosen_from_RV
+
+
 def _logprobs_of(logits_RV: Tensor, token_ids_R: Tensor) -> Tensor:
     return _logprobs(logits_RV, logits_RV.gather(-1, token_ids_R[:, None])).squeeze(-1)
 
@@ -210,12 +223,10 @@ def _logprobs(logits_RV: Tensor, chosen_RK: Tensor) -> Tensor:
     return chosen_RK - logits_RV.amax(dim=-1, keepdim=True) + likeliest_R1.log()
 
 
-def _draw(
-    logits_RV: Tensor, peak_R: Tensor, rows: SamplingRows, processed_RV: Tensor | None
-) -> Tensor:
+def _draw(logits_RV: Tensor, peak_R: Tensor, rows: SamplingRows, chosen_from_RV: Tensor) -> Tensor:
     """Draw a token for each sampled row, [S]; a bad row gets any id of the vocabulary.
 
-    Writes what the rows were drawn from into the processed logits, where these are wanted.
+    Writes what the rows are drawn from into `chosen_from_RV` when a row wants to know it.
     """
     row_elements = max(logits_RV.shape[-1], 2**_DIGIT_BITS)
     piece = max(1, _PIECE_ELEMENTS[logits_RV.device.type] // row_elements)
@@ -228,8 +239,8 @@ def _draw(
         scaled_SV.div_(rows.temperature_S[part, None])
         weights_SV = _filtered_weights(torch.softmax(scaled_SV, dim=-1), rows, part)
         drawn.append(_race(weights_SV, rows.seed_S[part], rows.position_S[part]))
-        if processed_RV is not None:
-            processed_RV[row_S] = scaled_SV.masked_fill_(weights_SV == 0, -torch.inf)
+        if rows.processed_R is not None:
+            chosen_from_RV[row_S] = scaled_SV.masked_fill_(weights_SV == 0, -torch.inf)
     return torch.cat(drawn)
 
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from typer.models import OptionInfo
 
 from callboard.supervision.cli.main import (
-    BROKEN_PIPE,
     DONE,
     INTERRUPTED,
     REFUSED,
@@ -48,12 +47,12 @@ The default model is kept in `~/.cache/callboard`, or in the folder that `CALLBO
 | code | meaning |
 |---|---|
 | {DONE} | done |
-| {REFUSED} | refused, or failed; the reason is on standard error |
+| {REFUSED} | refused, or failed; the reason is on standard error, \
+unless whoever read the output has closed it |
 | {UNREACHABLE} | nobody answers at the endpoint |
 | {TIMED_OUT} | no answer in time |
 | {USAGE} | the command line itself is wrong |
 | {INTERRUPTED} | interrupted |
-| {BROKEN_PIPE} | whoever read the output has closed it |
 
 `callboard serve` ends with {DONE} when it was stopped as asked, by `stop` or a signal, \
 and with {REFUSED} when it could not start or failed beyond repair.

@@ -46,7 +46,6 @@ from callboard.version import __version__
 DONE, REFUSED, UNREACHABLE, TIMED_OUT, USAGE = 0, 1, 2, 3, 64
 
 INTERRUPTED = 130  # what shells say of a command that SIGINT ended
-BROKEN_PIPE = 141  # and SIGPIPE
 
 HANDSHAKE_S = 5.0
 MIN_HANDSHAKE_S = 1.0
@@ -351,10 +350,6 @@ def main(arguments: list[str] | None = None) -> int:
         return USAGE
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has enough; the interpreter must not try to flush the rest.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
     except BaseExceptionGroup as group:  # an interrupt that met tasks of several nurseries
         if group.split(KeyboardInterrupt)[1] is not None:
             raise

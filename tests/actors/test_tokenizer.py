@@ -259,6 +259,12 @@ async def test_what_a_tokenizer_puts_before_every_text_is_no_part_of_a_bad_word(
         assert enqueue.params.bad_token_ids == letters(" or", "or")
 
 
+async def test_a_bad_word_with_a_token_the_model_does_not_know_is_left_out() -> None:
+    async with desk(Letters()) as one:
+        enqueue = await one.enqueued(ids(1), params=bad("o\u2019er", "or"))
+        assert enqueue.params == SamplingParams(bad_token_ids=letters("or", " or"), top_k=3)
+
+
 async def test_a_word_of_which_no_token_is_left_is_refused() -> None:
     class Deaf(Letters):
         def encode(self, text: str) -> list[int]:

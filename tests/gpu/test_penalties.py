@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
-from callboard.gpu.penalties import adjusted
+from callboard.gpu.penalties import Adjustments, adjusting
 from callboard.gpu.row_rules import RowRules
 from callboard.gpu.sampling import SamplingRows
 from callboard.messages.steps import RowSampling
@@ -66,8 +66,16 @@ def apply(rows: list[Row], logits_RV: Tensor) -> Tensor:
     plain = SamplingRows.build(
         temperature=zeros, top_k=zeros, top_p=zeros, min_p=zeros, seed=zeros, position=zeros
     )
-    asked = rules.apply(np.array(lines), plain)
-    return adjusted(logits_RV, asked.banned_rows_B, asked.banned_tokens_B, asked.adjustments)
+    return within(rules.apply(np.array(lines), plain), logits_RV)
+
+
+def within(rows: SamplingRows, logits_RV: Tensor) -> Tensor:
+    logits_RV = logits_RV.contiguous()
+    before = logits_RV.clone()
+    with adjusting(logits_RV, rows.banned_rows_B, rows.banned_tokens_B, rows.adjustments):
+        adjusted_RV = logits_RV.clone()
+    torch.testing.assert_close(logits_RV, before, rtol=0, atol=0, equal_nan=True)
+    return adjusted_RV
 
 
 def slowly(row: Row, logits_V: Tensor) -> Tensor:
@@ -259,26 +267,47 @@ def test_nan_stays_nan_in_its_row() -> None:
     assert torch.isnan(got_RV).nonzero().tolist() == [[0, 3]]
 
 
-@pytest.mark.parametrize("token", [VOCAB, VOCAB + 3, 2 * VOCAB, 2**31 - 2, -1, -VOCAB])
-def test_ids_outside_the_vocabulary_touch_no_row(token: int) -> None:
+@pytest.mark.parametrize("token", [VOCAB, VOCAB + 3, 2 * VOCAB, 2**31 - 2])
+@pytest.mark.parametrize("kind", ["bad word", "completed bad word", "bias", "seen"])
+def test_an_id_outside_the_vocabulary_touches_no_row(token: int, kind: str) -> None:
     """vllm-project/vllm#54195: a mask for an id past the end landed in the next row."""
-    rows = [
-        Row([1], bad=((token,), (2, token))),
-        Row([token], [token, 2], repetition=2.0, presence=1.0, frequency=1.0),
-        Row([1], [2], bias={token: 5.0}, bad=((2, token),)),
-    ]
+    row = {
+        "bad word": Row([1], bad=((token,),)),
+        "completed bad word": Row([1], [2], bad=((2, token),)),
+        "bias": Row([1], bias={token: 5.0}),
+        "seen": Row([token], repetition=2.0),
+    }[kind]
     logits_RV = make_logits(3)
-    expected_RV = logits_RV.clone()
-    expected_RV[1] = slowly(Row([], [2], 2.0, 1.0, 1.0), logits_RV[1])
-
-    assert torch.equal(apply(rows, logits_RV), expected_RV)
-
-
-def test_the_logits_it_is_given_are_left_as_they_are() -> None:
-    logits_RV = make_logits(1).expand(4, -1)
     before = logits_RV.clone()
 
-    apply([Row([1], [2], repetition=2.0, bias={4: 1.0}, bad=((9,),))] * 4, logits_RV)
+    with pytest.raises(IndexError):
+        apply([Row([1], repetition=2.0, bad=((3,),)), row, Row([1])], logits_RV)
+
+    assert torch.equal(logits_RV, before)
+
+
+def test_the_logits_are_as_they_were_after_an_error_within() -> None:
+    logits_RV = make_logits(1)
+    before = logits_RV.clone()
+    bans = torch.tensor([0, 0, 0]), torch.tensor([3, 4, 3])
+    zeros_R, zeros_2 = torch.zeros(1), torch.zeros(2, dtype=torch.int64)
+    tokens = torch.tensor([3, 5])
+    adjustments = Adjustments(
+        zeros_2,
+        tokens,
+        torch.ones(2),
+        zeros_2,
+        tokens,
+        torch.ones(2),
+        zeros_R + 2,
+        zeros_R,
+        zeros_R,
+    )
+
+    with pytest.raises(ZeroDivisionError), adjusting(logits_RV, *bans, adjustments):
+        assert logits_RV[0, 3] == -math.inf
+        assert not torch.equal(logits_RV, before)
+        raise ZeroDivisionError
 
     assert torch.equal(logits_RV, before)
 
@@ -295,8 +324,6 @@ def test_a_gpu_gives_what_the_cpu_gives() -> None:
     on_gpu = rules.apply(np.array(lines), plain).to(torch.device("cuda"))
     logits_RV = make_logits(len(rows))
 
-    got_RV = adjusted(
-        logits_RV.cuda(), on_gpu.banned_rows_B, on_gpu.banned_tokens_B, on_gpu.adjustments
-    )
+    got_RV = within(on_gpu, logits_RV.cuda())
 
     torch.testing.assert_close(got_RV.cpu(), apply(rows, logits_RV))

@@ -550,6 +550,21 @@ def test_adjusted_rows_leave_their_neighbours_as_they_were() -> None:
     assert beside.token_ids_R[::3].tolist() == [7] * 7
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_are_left_as_they_are_whatever_was_adjusted(temperature: float) -> None:
+    logits_RV = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    before = logits_RV.clone()
+    adjustments = make_adjustments(
+        3, bias=([0, 1], [3, 3], [1.0, -math.inf]), seen=([0, 2], [3, 9], [1, 2]), repetition=2.0
+    )
+    rows = make_rows(3, temperature=temperature, top_p=0.9, banned=([0, 0], [3, 3]))
+
+    result = sample(logits_RV, process(replace(rows, adjustments=adjustments), True, False, True))
+
+    assert torch.equal(logits_RV, before)
+    assert torch.equal(result.scored_RV[1], before[1])
+
+
 def test_an_overflow_by_a_penalty_is_a_bad_row_and_no_other() -> None:
     adjustments = make_adjustments(2, seen=([0], [1], [1]), repetition=0.01)
     logits_RV = torch.tensor([[0.0, 3e38], [0.0, 1.0]])

@@ -520,5 +520,5 @@ def test_a_reader_that_has_gone_ends_a_command_quietly(default_model: Path) -> N
         process.stdout.close()
         _, errors = process.communicate(timeout=60)
 
-    assert process.returncode == cli.BROKEN_PIPE
+    assert process.returncode == cli.REFUSED
     assert errors == b""
