@@ -109,7 +109,7 @@ class Request:
         self.phase = Phase.PREFILLING
 
     def hashes_of(self, num_blocks: int, block_tokens: int) -> list[BlockHash]:
-        """Return the hashes of the first full blocks of prompt and output, each by all before it."""
+        """Return the hashes of the first full blocks, each of all tokens up to its end."""
         known = len(self.hashes)
         if known < num_blocks:
             parent = self.hashes[-1] if self.hashes else ROOT_HASH

@@ -332,7 +332,7 @@ class SchedulingPolicy:
         return BlockRequest(row=row, count=count)
 
     def _propose_new(self, request: Request, chunk: int) -> PrefixRequest:
-        """Propose a row for a waiting request; how much of its prompt is cached is not known yet."""
+        """Propose a row for a waiting request; how much of it is cached is not known yet."""
         row = next(self._row_ids)
         self._proposed[row] = Proposal(request=request, num_tokens=chunk, had_row=None)
         hashes: list[BlockHash] = []

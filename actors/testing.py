@@ -15,7 +15,7 @@ def count_up(tokens: list[int]) -> int:
 
 
 class _Row:
-    """A sequence, and its blocks of a cache that holds token ids in the place of keys and values."""
+    """A sequence, and its blocks of a cache that holds token ids for keys and values."""
 
     def __init__(self, admit: Admit, cache: dict[int, list[int]], block_tokens: int) -> None:
         self.tokens = unpack_ids(admit.prompt)

@@ -14,7 +14,7 @@ class BlockRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
 
 
 class PrefixRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """The blocks of a new row: those of its prompt that are cached, then what its first chunk takes.
+    """The blocks of a new row: those of its prompt that are cached, then those of its chunk.
 
     `hashes` are of the prompt's full blocks, in order. The chunk is `chunk_tokens` long, or what is
     left of `prompt_tokens` behind the cached ones, if that is less.

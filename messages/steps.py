@@ -42,8 +42,8 @@ class Admit(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False
 
     The first `cached_tokens` of the prompt, whole blocks of it, are in the KV cache already: the
     blocks that hold them come first, are shared and must not be written to, and the chunk begins
-    behind them. The last `sampling.first_position` tokens of the prompt are output of an earlier row of the
-    same request, and count as output for penalties and bad words.
+    behind them. The last `sampling.first_position` tokens of the prompt are output of an earlier
+    row of the same request, and count as output for penalties and bad words.
     """
 
     row: RowId
