@@ -3,10 +3,21 @@
 from callboard.actors.actor import Actor
 from callboard.actors.ref import ActorRef
 from callboard.gpu.blocks import BlockPool
-from callboard.messages.blocks import BlockRequest, BlocksGranted, ReleaseBlocks, ReserveBlocks
+from callboard.gpu.memory import blocks_for
+from callboard.messages.blocks import (
+    BlockRequest,
+    BlocksGranted,
+    CacheBlocks,
+    Computed,
+    PrefixRequest,
+    ReleaseBlocks,
+    ReserveBlocks,
+)
+from callboard.messages.control import ControlReply, KVLevel, Suspend
+from callboard.messages.errors import OutOfBlocks
 from callboard.messages.steps import DeviceReady, RowId
 
-KVAllocatorInbox = ReserveBlocks | ReleaseBlocks | DeviceReady
+KVAllocatorInbox = ReserveBlocks | CacheBlocks | ReleaseBlocks | DeviceReady
 
 
 class KVAllocator(Actor[KVAllocatorInbox]):
@@ -15,7 +26,8 @@ class KVAllocator(Actor[KVAllocatorInbox]):
     def __init__(self, scheduler: ActorRef[BlocksGranted]) -> None:
         self._scheduler = scheduler
         self._pool: BlockPool | None = None
-        self._held: dict[RowId, list[int]] = {}
+        self._block_tokens = 0
+        self._held: dict[RowId, list[int]] = {}  # in the order of the rows' block tables
 
     async def receive(self, message: KVAllocatorInbox) -> None:
         """Handle one message."""
@@ -24,29 +36,67 @@ class KVAllocator(Actor[KVAllocatorInbox]):
                 await self._scheduler.tell(self._reserve(message, self._pool))
             case ReserveBlocks():
                 pass  # asked of an earlier life; the DeviceReady that will come begins a new round
+            case CacheBlocks(computed=computed):
+                self._cache(computed)
             case ReleaseBlocks(rows=rows):
                 self._release(rows)
-            case DeviceReady(num_blocks=num_blocks):
+            case DeviceReady(num_blocks=num_blocks, block_tokens=block_tokens):
                 # One more than may be handed out: the pool keeps a block for padding to write to.
                 self._pool = BlockPool(num_blocks + 1)
+                self._block_tokens = block_tokens
                 self._held.clear()
+
+    async def on_suspend(self, verb: Suspend) -> ControlReply | None:
+        """Forget what is cached where the memory goes: it will hold something else."""
+        if verb.kv is KVLevel.DROP and self._pool is not None:
+            self._pool.forget_all()
+        return self.ack(verb)
 
     def details(self) -> dict[str, int | float | str]:
         """Return the counters `status` shows."""
         pool = self._pool
         if pool is None:
             return {"blocks_total": 0, "blocks_free": 0}
-        return {"blocks_total": pool.usable, "blocks_free": pool.free}
+        statistics = pool.statistics()
+        return {
+            "blocks_total": pool.usable,
+            "blocks_free": pool.free,
+            "blocks_cached": statistics.cached,
+            "prefix_hits": statistics.hits,
+            "prefix_misses": statistics.misses,
+        }
 
     def _reserve(self, question: ReserveBlocks, pool: BlockPool) -> BlocksGranted:
         granted: dict[RowId, tuple[int, ...]] = {}
+        cached: dict[RowId, int] = {}
         for wanted in question.grow:
             self._grant(pool, wanted, granted)
         if len(granted) == len(question.grow):
-            for wanted in question.admit:
-                if not self._grant(pool, wanted, granted):
+            for new in question.admit:
+                if not self._admit(pool, new, granted, cached):
                     break
-        return BlocksGranted(step=question.step, blocks=granted, free=pool.free)
+        return BlocksGranted(step=question.step, blocks=granted, free=pool.free, cached=cached)
+
+    def _admit(
+        self,
+        pool: BlockPool,
+        new: PrefixRequest,
+        granted: dict[RowId, tuple[int, ...]],
+        cached: dict[RowId, int],
+    ) -> bool:
+        num_cached = len(pool.match(new.hashes))
+        start = num_cached * self._block_tokens
+        end = start + min(new.chunk_tokens, new.prompt_tokens - start)
+        count = blocks_for(end, self._block_tokens) - num_cached
+        try:
+            blocks = pool.acquire(new.hashes, count)
+        except OutOfBlocks:
+            return False
+        self._held[new.row] = blocks
+        granted[new.row] = tuple(blocks)
+        if num_cached:
+            cached[new.row] = num_cached
+        return True
 
     def _grant(
         self, pool: BlockPool, wanted: BlockRequest, granted: dict[RowId, tuple[int, ...]]
@@ -57,6 +107,16 @@ class KVAllocator(Actor[KVAllocatorInbox]):
         self._held.setdefault(wanted.row, []).extend(blocks)
         granted[wanted.row] = tuple(blocks)
         return True
+
+    def _cache(self, computed: tuple[Computed, ...]) -> None:
+        for part in computed:
+            blocks = self._held.get(part.row)
+            if blocks is None or self._pool is None:
+                continue
+            parent = part.parent or None
+            for block, block_hash in zip(blocks[part.first :], part.hashes, strict=False):
+                self._pool.register(block, block_hash, parent)
+                parent = block_hash
 
     def _release(self, rows: tuple[RowId, ...]) -> None:
         for row in rows:

@@ -9,11 +9,14 @@ from array import array
 from collections.abc import Iterator
 from typing import Protocol
 
+from callboard.gpu.prefix import BlockHash, extend_hashes, root_hash
 from callboard.messages.base import pack_floats, pack_ids
 from callboard.messages.errors import Failure
 from callboard.messages.requests import Delta, FinishReason, RequestId
 from callboard.messages.sampling import LogprobsMode, SamplingParams
 from callboard.messages.steps import RowId, RowSampling
+
+ROOT_HASH = root_hash(salt=b"", weights_version=0)
 
 TopLogprobs = tuple[tuple[int, float], ...]
 
@@ -80,6 +83,8 @@ class Request:
         self.target = 0  # tokens to prefill: prompt and output so far
         self.length = 0  # tokens in the KV cache
         self.blocks = 0  # blocks held
+        self.hashes: list[BlockHash] = []  # of the full blocks of the tokens, as far as known
+        self.shared = 0  # blocks of its row that others may find, or that it found
         self.crashes = 0
 
     @property
@@ -100,7 +105,17 @@ class Request:
         self.target = len(self.prompt) + len(self.output)
         self.length = 0
         self.blocks = 0
+        self.shared = 0
         self.phase = Phase.PREFILLING
+
+    def hashes_of(self, num_blocks: int, block_tokens: int) -> list[BlockHash]:
+        """Return the hashes of the first full blocks, each of all tokens up to its end."""
+        known = len(self.hashes)
+        if known < num_blocks:
+            parent = self.hashes[-1] if self.hashes else ROOT_HASH
+            tokens = self.tokens[known * block_tokens : num_blocks * block_tokens]
+            self.hashes += extend_hashes(parent, tokens, block_tokens)
+        return self.hashes[:num_blocks]
 
     def checkpoint(self) -> None:
         """Leave the device: keep the output, and prefill it with the prompt next time."""

@@ -23,8 +23,15 @@ from bisect import insort
 import msgspec
 
 from callboard.actors.ledger import Ledger, Phase, Request
+from callboard.gpu.prefix import BlockHash
 from callboard.messages.base import unpack_floats, unpack_ids
-from callboard.messages.blocks import BlockRequest, BlocksGranted, ReserveBlocks
+from callboard.messages.blocks import (
+    BlockRequest,
+    BlocksGranted,
+    Computed,
+    PrefixRequest,
+    ReserveBlocks,
+)
 from callboard.messages.errors import Failure, RequestError
 from callboard.messages.requests import Delta, FinishReason
 from callboard.messages.steps import (
@@ -79,16 +86,20 @@ class Advanced(msgspec.Struct, kw_only=True):
     gone: list[RowId] = msgspec.field(default_factory=list)  # hold no blocks any more
     dropped: list[RowId] = msgspec.field(default_factory=list)  # of those, still in the context
     ended: list[Request] = msgspec.field(default_factory=list)
+    computed: list[Computed] = msgspec.field(default_factory=list)  # blocks now full
 
 
 class SchedulingPolicy:
     """The state of scheduling, and every decision about it."""
 
-    def __init__(self, *, prefill_chunk_tokens: int | None = None) -> None:
+    def __init__(
+        self, *, prefill_chunk_tokens: int | None = None, prefix_caching: bool = False
+    ) -> None:
         self.ledger = Ledger()
         self.device: DeviceReady | None = None
         self.admitting = True
         self._prefill_chunk_tokens = prefill_chunk_tokens
+        self._prefix_caching = prefix_caching
         self._waiting: list[Request] = []
         self._starved: list[Request] = []
         self._full: list[Request] = []  # decoding, and their next token needs a block
@@ -226,7 +237,8 @@ class SchedulingPolicy:
             if blocks is None:
                 self._starve(request)
             elif proposal.had_row is None:
-                admits.append(self._admit(request, row, proposal.num_tokens, blocks))
+                cached = granted.cached.get(row, 0)
+                admits.append(self._admit(proposal, row, cached, blocks))
             elif request.phase is Phase.PREFILLING:
                 request.blocks += len(blocks)
                 continues.append(Continue(row=row, num_tokens=proposal.num_tokens, blocks=blocks))
@@ -257,7 +269,8 @@ class SchedulingPolicy:
     def advance(self, done: StepDone, now: float) -> Advanced:
         """Apply a step's result; results of rows that were dropped meanwhile change nothing."""
         result = Advanced()
-        prefilled = self._count_prefilled()
+        failed_rows = {failed.row for failed in done.failed}
+        prefilled = self._count_prefilled(result, failed_rows)
         ended = dict.fromkeys(done.stopped, FinishReason.STOP)
         ended.update(dict.fromkeys(done.full, FinishReason.LENGTH))
         logprobs: list[float] | list[None] = (
@@ -273,7 +286,9 @@ class SchedulingPolicy:
                 request.first_token_at = now
             top = done.top_logprobs.get(row, ())
             delta = request.take_token(token_id, logprob, top, done.weights_version)
-            request.length += row not in prefilled
+            if row not in prefilled:
+                request.length += 1
+                self._note_computed(result, request)
             self._settle(result, request, delta, ended.get(row))
         for failed in done.failed:
             request = self.ledger.in_row(failed.row)
@@ -316,12 +331,25 @@ class SchedulingPolicy:
         count = _blocks(end, self._known_device().block_tokens) - request.blocks
         return BlockRequest(row=row, count=count)
 
+    def _propose_new(self, request: Request, chunk: int) -> PrefixRequest:
+        """Propose a row for a waiting request; how much of it is cached is not known yet."""
+        row = next(self._row_ids)
+        self._proposed[row] = Proposal(request=request, num_tokens=chunk, had_row=None)
+        hashes: list[BlockHash] = []
+        if self._prefix_caching:
+            block_tokens = self._known_device().block_tokens
+            # One token at least is left to compute: the next is sampled from its logits.
+            hashes = request.hashes_of((request.target - 1) // block_tokens, block_tokens)
+        return PrefixRequest(
+            row=row, prompt_tokens=request.target, chunk_tokens=chunk, hashes=tuple(hashes)
+        )
+
     def _chunk(self, request: Request, budget: int) -> int:
         limit = self._prefill_chunk_tokens or budget
         return min(request.target - request.length, budget, limit)
 
-    def _propose_admissions(self, budget: int) -> list[BlockRequest]:
-        admit: list[BlockRequest] = []
+    def _propose_admissions(self, budget: int) -> list[PrefixRequest]:
+        admit: list[PrefixRequest] = []
         if not self._may_admit():
             return admit
         slots = self._known_device().max_rows - self.ledger.num_rows
@@ -330,7 +358,7 @@ class SchedulingPolicy:
             chunk = self._chunk(request, budget)
             if chunk <= 0 or (admit and _is_suspect(request)):
                 break
-            admit.append(self._propose(request, chunk))
+            admit.append(self._propose_new(request, chunk))
             budget -= chunk
             if chunk < request.target or _is_suspect(request):
                 break  # one prompt at a time is prefilled in parts, one suspect at a time is tried
@@ -349,15 +377,21 @@ class SchedulingPolicy:
         return proposed is None or request.length + proposed.num_tokens < request.target
 
     def _admit(
-        self, request: Request, row: RowId, num_tokens: int, blocks: tuple[int, ...]
+        self, proposal: Proposal, row: RowId, num_cached: int, blocks: tuple[int, ...]
     ) -> Admit:
+        """Make a row of a waiting request, the first blocks of which hold its prompt already."""
+        request = proposal.request
         self._waiting.remove(request)
         self.ledger.admit(request, row)
-        request.blocks = len(blocks)
-        if num_tokens < request.target:
+        request.blocks, request.shared = len(blocks), num_cached
+        request.length = num_cached * self._known_device().block_tokens
+        num_tokens = min(proposal.num_tokens, request.target - request.length)
+        proposal.num_tokens = num_tokens
+        if request.length + num_tokens < request.target:
             self._prefilling = request
         return Admit(
             row=row,
+            cached_tokens=request.length,
             prompt=request.tokens.tobytes(),
             num_tokens=num_tokens,
             blocks=blocks,
@@ -378,7 +412,7 @@ class SchedulingPolicy:
             self._full.remove(request)
             self._starved.append(request)
 
-    def _count_prefilled(self) -> set[RowId]:
+    def _count_prefilled(self, result: Advanced, failed: set[RowId]) -> set[RowId]:
         """Account for the prompt tokens the step put into the cache; returns the rows now whole."""
         whole = set()
         for row, proposal in self._proposed.items():
@@ -386,6 +420,8 @@ class SchedulingPolicy:
             if request.row != row or request.phase is not Phase.PREFILLING:
                 continue
             request.length += proposal.num_tokens
+            if row not in failed:
+                self._note_computed(result, request)
             if request.length == request.target:
                 request.phase = Phase.DECODING
                 whole.add(row)
@@ -393,6 +429,24 @@ class SchedulingPolicy:
                     self._prefilling = None
         self._proposed = {}
         return whole
+
+    def _note_computed(self, result: Advanced, request: Request) -> None:
+        """Let others find the blocks that a row has filled by now."""
+        block_tokens = self._known_device().block_tokens
+        first, full = request.shared, request.length // block_tokens
+        if not self._prefix_caching or full <= first:
+            return
+        assert request.row is not None
+        hashes = request.hashes_of(full, block_tokens)
+        request.shared = full
+        result.computed.append(
+            Computed(
+                row=request.row,
+                first=first,
+                hashes=tuple(hashes[first:]),
+                parent=hashes[first - 1] if first else b"",
+            )
+        )
 
     def _settle(
         self, result: Advanced, request: Request, delta: Delta, reason: FinishReason | None

@@ -18,7 +18,12 @@ from callboard.actors.policy import Advanced, SchedulingPolicy, tokens_of
 from callboard.actors.ref import ActorRef
 from callboard.actors.system import Timer
 from callboard.messages.base import Message
-from callboard.messages.blocks import BlocksGranted, ReleaseBlocks, ReserveBlocks
+from callboard.messages.blocks import (
+    BlocksGranted,
+    CacheBlocks,
+    ReleaseBlocks,
+    ReserveBlocks,
+)
 from callboard.messages.control import (
     ControlReply,
     KVLevel,
@@ -78,13 +83,14 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
     def __init__(
         self,
         *,
-        allocator: ActorRef[ReserveBlocks | ReleaseBlocks],
+        allocator: ActorRef[ReserveBlocks | CacheBlocks | ReleaseBlocks],
         executor: ActorRef[RunStep | DropRows],
         out: ActorRef[Accepted | Refused | TokensOut | StepStats | RequestStats],
         text_for: Callable[[SamplingParams], TextOut] | None,
         eos_token_ids: tuple[int, ...] = (),
         replica: str = "replica",
         prefill_chunk_tokens: int | None = None,
+        prefix_caching: bool = False,
         max_queued: int = MAX_QUEUED,
     ) -> None:
         """`text_for` makes the text stream of a request; None when the model has no tokenizer."""
@@ -95,7 +101,9 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         self._eos_token_ids = eos_token_ids
         self._replica = replica
         self._max_queued = max_queued
-        self._policy = SchedulingPolicy(prefill_chunk_tokens=prefill_chunk_tokens)
+        self._policy = SchedulingPolicy(
+            prefill_chunk_tokens=prefill_chunk_tokens, prefix_caching=prefix_caching
+        )
         self._round = _Round.NONE
         self._round_step = 0
         self._paused = False
@@ -316,7 +324,11 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
             return
         self._round = _Round.NONE
         self._steps += 1
-        await self._apply(self._policy.advance(done, trio.current_time()))
+        result = self._policy.advance(done, trio.current_time())
+        if result.computed:
+            # Before the blocks of rows that ended are given back: what nobody holds is not cached.
+            await self._allocator.tell(CacheBlocks(computed=tuple(result.computed)))
+        await self._apply(result)
         await self._report_step(done)
 
     async def _apply(self, result: Advanced) -> None:

@@ -15,19 +15,40 @@ def count_up(tokens: list[int]) -> int:
 
 
 class _Row:
-    def __init__(self, admit: Admit, block_tokens: int) -> None:
+    """A sequence, and its blocks of a cache that holds token ids for keys and values."""
+
+    def __init__(self, admit: Admit, cache: dict[int, list[int]], block_tokens: int) -> None:
         self.tokens = unpack_ids(admit.prompt)
         self.sampling: RowSampling = admit.sampling
         self.position = admit.sampling.first_position
-        self.length = 0
+        self.length = admit.cached_tokens
         self.target = len(self.tokens)
-        self.room = 0
-        self.block_tokens = block_tokens
+        self.blocks = list(admit.blocks)
+        self._cache = cache
+        self._block_tokens = block_tokens
+        self._check_shared()
 
-    def feed(self, num_tokens: int, blocks: int) -> None:
-        self.room += blocks * self.block_tokens
-        self.length += num_tokens
-        assert self.length <= self.room, "more tokens than blocks for them"
+    @property
+    def has_room(self) -> bool:
+        return self.length < len(self.blocks) * self._block_tokens
+
+    def feed(self, num_tokens: int) -> None:
+        """Put the next tokens into the cache."""
+        for _ in range(num_tokens):
+            assert self.has_room, "more tokens than blocks for them"
+            number, offset = divmod(self.length, self._block_tokens)
+            if offset == 0:
+                self._cache[self.blocks[number]] = []
+            held = self._cache[self.blocks[number]]
+            assert len(held) == offset, "somebody else wrote to this block"
+            held.append(self.tokens[self.length])
+            self.length += 1
+
+    def _check_shared(self) -> None:
+        for start in range(0, self.length, self._block_tokens):
+            held = self._cache[self.blocks[start // self._block_tokens]]
+            wanted = self.tokens[start : start + self._block_tokens]
+            assert held == wanted, "a shared block holds something else"
 
 
 class ScriptedRunner:
@@ -52,6 +73,7 @@ class ScriptedRunner:
             max_model_len=max_model_len,
         )
         self._rows: dict[RowId, _Row] = {}
+        self._cache: dict[int, list[int]] = {}
         self.loaded = False
         self.allocated = False
         self.steps = 0
@@ -73,6 +95,7 @@ class ScriptedRunner:
         """Forget all rows."""
         was, self.allocated = self.allocated, False
         self._rows.clear()
+        self._cache.clear()
         return 2000 * was
 
     def room(self) -> DeviceReady:
@@ -96,18 +119,19 @@ class ScriptedRunner:
         prefilled: set[RowId] = set()
         num_tokens = self._admit(step, prefilled)
         for chunk in step.continues:
-            self._rows[chunk.row].feed(chunk.num_tokens, len(chunk.blocks))
+            self._rows[chunk.row].blocks += chunk.blocks
+            self._rows[chunk.row].feed(chunk.num_tokens)
             num_tokens += chunk.num_tokens
             prefilled.add(chunk.row)
         for grant in step.grants:
-            self._rows[grant.row].room += self._room.block_tokens
+            self._rows[grant.row].blocks.append(grant.block)
         return self._sample(step.step, prefilled, num_tokens)
 
     def _admit(self, step: RunStep, prefilled: set[RowId]) -> int:
         for admit in step.admits:
             assert admit.row not in self._rows, "a row twice"
-            row = self._rows[admit.row] = _Row(admit, self._room.block_tokens)
-            row.feed(admit.num_tokens, len(admit.blocks))
+            row = self._rows[admit.row] = _Row(admit, self._cache, self._room.block_tokens)
+            row.feed(admit.num_tokens)
             prefilled.add(admit.row)
         assert len(self._rows) <= self._room.max_rows, "more rows than there are places"
         return sum(admit.num_tokens for admit in step.admits)
@@ -116,9 +140,9 @@ class ScriptedRunner:
         rows, sampled, stopped, full = [], [], [], []
         for row_id, row in list(self._rows.items()):
             if row_id not in prefilled:
-                if row.length < row.target or row.length >= row.room:
+                if row.length < row.target or not row.has_room:
                     continue  # half prefilled, or starved
-                row.length += 1
+                row.feed(1)
                 num_tokens += 1
             if row.length < row.target:
                 continue

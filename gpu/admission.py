@@ -68,7 +68,15 @@ def check_budget(num_more: int, num_tokens: int, max_tokens: int) -> None:
 def check_chunk_blocks(step: Admit | Continue, *, num_cached: int, block_tokens: int) -> None:
     """Raise unless the chunk brings exactly the blocks it needs."""
     num_blocks = blocks_for(num_cached + step.num_tokens, block_tokens)
-    num_missing = num_blocks - blocks_for(num_cached, block_tokens)
+    num_here = blocks_for(num_cached, block_tokens)
+    if isinstance(step, Admit):
+        num_here = 0  # a new row brings the blocks that it shares, too
+        if num_cached % block_tokens:
+            raise RowMismatch(
+                f"row {step.row} shares {num_cached} tokens, which are no whole blocks of"
+                f" {block_tokens}"
+            )
+    num_missing = num_blocks - num_here
     if len(step.blocks) != num_missing:
         raise RowMismatch(
             f"row {step.row} got {len(step.blocks)} blocks for {step.num_tokens} tokens after"

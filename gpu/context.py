@@ -155,8 +155,10 @@ class DynamicContext:
         self._num_rows += 1
         self._rows.write(place, admit.row, admit.sampling)
         self._rows["rules"][place] = self._rules.add(prompt, admit.sampling)
-        self._feed(place, prompt[: admit.num_tokens], admit.blocks)
-        if admit.num_tokens < len(prompt):
+        start, end = admit.cached_tokens, admit.cached_tokens + admit.num_tokens
+        self._rows["kv_length"][place] = start
+        self._feed(place, prompt[start:end], admit.blocks)
+        if end < len(prompt):
             self._half_prefilled = _HalfPrefilled(admit.row, prompt)
         elif self._half_prefilled is not None:
             self._rows.swap(np.array([place - 1]), np.array([place]))
@@ -459,8 +461,9 @@ class DynamicContext:
         if (self._rows["id"][: self._num_rows] == admit.row).any():
             raise RowMismatch(f"row {admit.row} is here already")
         check_sequence(admit, len(prompt), self.max_model_len)
-        self._check_chunk(admit, num_cached=0, num_prompt=len(prompt))
-        if admit.num_tokens < len(prompt) and self._half_prefilled is not None:
+        self._check_chunk(admit, num_cached=admit.cached_tokens, num_prompt=len(prompt))
+        end = admit.cached_tokens + admit.num_tokens
+        if end < len(prompt) and self._half_prefilled is not None:
             raise RowMismatch(
                 f"row {admit.row} cannot be prefilled in part: row {self._half_prefilled.row} is"
             )

@@ -13,6 +13,19 @@ class BlockRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     count: int
 
 
+class PrefixRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """The blocks of a new row: those of its prompt that are cached, then those of its chunk.
+
+    `hashes` are of the prompt's full blocks, in order. The chunk is `chunk_tokens` long, or what is
+    left of `prompt_tokens` behind the cached ones, if that is less.
+    """
+
+    row: RowId
+    prompt_tokens: int
+    chunk_tokens: int
+    hashes: tuple[bytes, ...] = ()
+
+
 class ReserveBlocks(Message, frozen=True):
     """Scheduler → allocator: blocks for step `step`, the most urgent row first.
 
@@ -22,15 +35,37 @@ class ReserveBlocks(Message, frozen=True):
 
     step: int
     grow: tuple[BlockRequest, ...] = ()
-    admit: tuple[BlockRequest, ...] = ()
+    admit: tuple[PrefixRequest, ...] = ()
 
 
 class BlocksGranted(Message, frozen=True):
-    """Allocator → scheduler: what it gave for step `step`; rows not in `blocks` got nothing."""
+    """Allocator → scheduler: what it gave for step `step`; rows not in `blocks` got nothing.
+
+    Of the blocks of a row in `cached`, the first so many hold the beginning of its prompt already.
+    """
 
     step: int
     blocks: dict[RowId, tuple[int, ...]]
     free: int
+    cached: dict[RowId, int] = msgspec.field(default_factory=dict)
+
+
+class Computed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """Blocks of a row, from number `first` on, that a step has filled, by the hash of each.
+
+    `parent` is the hash of the block before them, empty when they are the row's first.
+    """
+
+    row: RowId
+    first: int
+    hashes: tuple[bytes, ...]
+    parent: bytes
+
+
+class CacheBlocks(Message, frozen=True):
+    """Scheduler → allocator: these blocks may be shared from now on; unknown rows are ignored."""
+
+    computed: tuple[Computed, ...]
 
 
 class ReleaseBlocks(Message, frozen=True):

@@ -38,10 +38,12 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
 
 
 class Admit(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """A new row: its whole prompt, the first chunk's length in tokens, and that chunk's blocks.
+    """A new row: its whole prompt, the first chunk's length in tokens, and the blocks for that.
 
-    The last `sampling.first_position` tokens of the prompt are output of an earlier row of the
-    same request, and count as output for penalties and bad words.
+    The first `cached_tokens` of the prompt, whole blocks of it, are in the KV cache already: the
+    blocks that hold them come first, are shared and must not be written to, and the chunk begins
+    behind them. The last `sampling.first_position` tokens of the prompt are output of an earlier
+    row of the same request, and count as output for penalties and bad words.
     """
 
     row: RowId
@@ -49,6 +51,7 @@ class Admit(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False
     num_tokens: int
     blocks: tuple[int, ...]
     sampling: RowSampling
+    cached_tokens: int = 0
 
 
 class Continue(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):

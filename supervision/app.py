@@ -102,6 +102,7 @@ def replica(
                     eos_token_ids=parts.eos_token_ids,
                     replica=name,
                     prefill_chunk_tokens=settings.prefill_chunk_tokens or None,
+                    prefix_caching=settings.prefix_caching,
                 ),
             ),
             spec("device", device, SUPERVISOR_SHUTDOWN_S),

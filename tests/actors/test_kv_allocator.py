@@ -8,8 +8,18 @@ from callboard.actors.actor import Cell
 from callboard.actors.kv_allocator import KVAllocator
 from callboard.actors.ref import LocalRef
 from callboard.actors.system import open_system
+from callboard.gpu.prefix import block_hashes
 from callboard.messages.base import Message
-from callboard.messages.blocks import BlockRequest, BlocksGranted, ReleaseBlocks, ReserveBlocks
+from callboard.messages.blocks import (
+    BlockRequest,
+    BlocksGranted,
+    CacheBlocks,
+    Computed,
+    PrefixRequest,
+    ReleaseBlocks,
+    ReserveBlocks,
+)
+from callboard.messages.control import KVLevel, Suspend
 from callboard.messages.steps import DeviceReady, RowId
 
 
@@ -39,7 +49,7 @@ class Caller:
         """Ask for blocks by row; None when nothing is answered."""
         self._step += 1
         await self._ref.tell(
-            ReserveBlocks(step=self._step, grow=_requests(grow), admit=_requests(admit))
+            ReserveBlocks(step=self._step, grow=_requests(grow), admit=_new_rows(admit))
         )
         await wait_all_tasks_blocked()
         letter = self._answers.take_nowait()
@@ -47,6 +57,19 @@ class Caller:
             return None
         assert isinstance(letter.message, BlocksGranted)
         assert letter.message.step == self._step
+        return letter.message
+
+    async def tell(self, message: Message) -> None:
+        await self._ref.tell(message)
+        await wait_all_tasks_blocked()
+
+    async def ask_for(self, request: PrefixRequest) -> BlocksGranted:
+        """Ask for the blocks of one new row."""
+        self._step += 1
+        await self.tell(ReserveBlocks(step=self._step, admit=(request,)))
+        letter = self._answers.take_nowait()
+        assert letter is not None
+        assert isinstance(letter.message, BlocksGranted)
         return letter.message
 
     async def granted(
@@ -64,6 +87,14 @@ class Caller:
     @property
     def free(self) -> int:
         return int(self.cell.status().details["blocks_free"])
+
+
+def _new_rows(counts: dict[RowId, int] | None) -> tuple[PrefixRequest, ...]:
+    """New rows whose prompts fill so many blocks, none of them cached."""
+    return tuple(
+        PrefixRequest(row=row, prompt_tokens=4 * count, chunk_tokens=4 * count)
+        for row, count in (counts or {}).items()
+    )
 
 
 def _requests(counts: dict[RowId, int] | None) -> tuple[BlockRequest, ...]:
@@ -90,7 +121,8 @@ async def test_every_block_the_device_has_can_be_handed_out_once() -> None:
         ids = [*answer.blocks[1], *answer.blocks[2]]
         assert sorted(ids) == list(range(8))
         assert answer.free == 0
-        assert caller.cell.status().details == {"blocks_total": 8, "blocks_free": 0}
+        details = caller.cell.status().details
+        assert (details["blocks_total"], details["blocks_free"]) == (8, 0)
 
 
 async def test_a_row_gets_all_it_asks_for_or_nothing() -> None:
@@ -154,3 +186,100 @@ async def test_a_new_device_has_all_its_blocks_free() -> None:
         await caller.device(6)
         await caller.release(1)  # of the device before
         assert await caller.granted(admit={2: 6}) == {2: 6}
+
+
+# Shared prefixes.
+
+
+def hashes(tokens: range) -> tuple[bytes, ...]:
+    return tuple(block_hashes(tokens, 4, salt=b"", weights_version=0))
+
+
+async def fill(caller: Caller, row: RowId, tokens: range) -> tuple[int, ...]:
+    """Admit a row of whole blocks, and say that a step has computed them; returns the blocks."""
+    answer = await caller.ask_for(
+        PrefixRequest(row=row, prompt_tokens=len(tokens), chunk_tokens=99)
+    )
+    computed = Computed(row=row, first=0, hashes=hashes(tokens), parent=b"")
+    await caller.tell(CacheBlocks(computed=(computed,)))
+    return answer.blocks[row]
+
+
+async def test_a_prompt_that_begins_alike_shares_what_was_computed() -> None:
+    async with allocator(num_blocks=8) as caller:
+        first = await fill(caller, 1, range(12))
+
+        answer = await caller.ask_for(
+            PrefixRequest(row=2, prompt_tokens=14, chunk_tokens=14, hashes=hashes(range(12)))
+        )
+
+        assert answer.cached == {2: 3}
+        assert answer.blocks[2][:3] == first
+        assert len(answer.blocks[2]) == 4  # two tokens more than is cached
+        assert answer.free == 4
+
+
+async def test_what_nobody_holds_any_more_is_shared_until_its_room_is_needed() -> None:
+    async with allocator(num_blocks=4) as caller:
+        first = await fill(caller, 1, range(8))
+        await caller.release(1)
+        assert caller.free == 4
+
+        request = PrefixRequest(row=2, prompt_tokens=9, chunk_tokens=9, hashes=hashes(range(8)))
+        answer = await caller.ask_for(request)
+        assert answer.blocks[2][:2] == first
+
+        await caller.release(2)
+        assert await caller.granted(admit={3: 4}) == {3: 4}
+        await caller.release(3)
+        request = PrefixRequest(row=4, prompt_tokens=9, chunk_tokens=9, hashes=hashes(range(8)))
+        assert (await caller.ask_for(request)).cached == {}
+
+
+async def test_what_was_not_computed_is_not_shared() -> None:
+    async with allocator(num_blocks=8) as caller:
+        await caller.ask_for(PrefixRequest(row=1, prompt_tokens=8, chunk_tokens=8))
+        await caller.release(1)
+
+        request = PrefixRequest(row=2, prompt_tokens=9, chunk_tokens=9, hashes=hashes(range(8)))
+        assert (await caller.ask_for(request)).cached == {}
+
+
+async def test_a_chunk_is_shorter_where_less_is_left_to_compute() -> None:
+    async with allocator(num_blocks=8) as caller:
+        await fill(caller, 1, range(8))
+
+        request = PrefixRequest(row=2, prompt_tokens=10, chunk_tokens=6, hashes=hashes(range(8)))
+        answer = await caller.ask_for(request)
+
+        assert answer.cached == {2: 2}
+        assert len(answer.blocks[2]) == 3
+
+
+async def test_a_new_row_without_room_leaves_what_it_would_share_as_it_was() -> None:
+    async with allocator(num_blocks=3) as caller:
+        await fill(caller, 1, range(8))
+
+        request = PrefixRequest(row=2, prompt_tokens=20, chunk_tokens=20, hashes=hashes(range(8)))
+        assert (await caller.ask_for(request)).blocks == {}
+        await caller.release(1)
+        assert caller.free == 3
+
+
+async def test_memory_that_is_given_back_takes_what_was_cached_along() -> None:
+    async with allocator(num_blocks=8) as caller:
+        await fill(caller, 1, range(8))
+        await caller.release(1)
+        await LocalRef[Message](caller.cell).ask(Suspend(kv=KVLevel.DROP))
+
+        request = PrefixRequest(row=2, prompt_tokens=9, chunk_tokens=9, hashes=hashes(range(8)))
+        assert (await caller.ask_for(request)).cached == {}
+
+
+async def test_a_row_that_is_gone_registers_nothing() -> None:
+    async with allocator(num_blocks=8) as caller:
+        await caller.tell(
+            CacheBlocks(computed=(Computed(row=7, first=0, hashes=hashes(range(8)), parent=b""),))
+        )
+        request = PrefixRequest(row=2, prompt_tokens=9, chunk_tokens=9, hashes=hashes(range(8)))
+        assert (await caller.ask_for(request)).cached == {}

@@ -15,7 +15,7 @@ from callboard.actors.ledger import Phase, Request
 from callboard.actors.policy import MAX_RETRIES, Advanced, SchedulingPolicy
 from callboard.actors.testing import ScriptedRunner
 from callboard.messages.base import Call, Message, unpack_ids
-from callboard.messages.blocks import BlocksGranted, ReleaseBlocks, ReserveBlocks
+from callboard.messages.blocks import BlocksGranted, CacheBlocks, ReleaseBlocks, ReserveBlocks
 from callboard.messages.errors import RequestError
 from callboard.messages.requests import Delta, FinishReason
 from callboard.messages.sampling import SamplingParams
@@ -75,6 +75,7 @@ class Replica:
         max_step_tokens: int = 64,
         max_model_len: int = 200,
         chunk: int | None = None,
+        prefix_caching: bool = False,
     ) -> None:
         self.limits = {
             "num_blocks": num_blocks,
@@ -83,7 +84,7 @@ class Replica:
             "max_step_tokens": max_step_tokens,
             "max_model_len": max_model_len,
         }
-        self.policy = SchedulingPolicy(prefill_chunk_tokens=chunk)
+        self.policy = SchedulingPolicy(prefill_chunk_tokens=chunk, prefix_caching=prefix_caching)
         self.answers = Answers()
         self.allocator = KVAllocator(self.answers)
         self.output: defaultdict[str, list[int]] = defaultdict(list)
@@ -153,7 +154,9 @@ class Replica:
         return step
 
     def finish_step(self, done: StepDone) -> Advanced:
-        return self.apply(self.policy.advance(done, now=0.0))
+        result = self.policy.advance(done, now=0.0)
+        run(self.allocator.receive(CacheBlocks(computed=tuple(result.computed))))
+        return self.apply(result)
 
     def drop(self, rows: Sequence[RowId]) -> None:
         self.runner.drop(tuple(rows))
@@ -261,7 +264,7 @@ def test_a_short_prompt_is_admitted_whole_with_just_its_blocks() -> None:
     request = replica.add("a", prompt=5)
     question = replica.policy.propose()
     assert question.grow == ()
-    assert [asked.count for asked in question.admit] == [2]
+    assert [asked.prompt_tokens for asked in question.admit] == [5]
     planned = replica.policy.plan(replica.reserve(question))
     assert planned.step is not None
     (admit,) = planned.step.admits
@@ -899,6 +902,87 @@ def test_what_no_longer_fits_a_new_device_fails_with_the_reason() -> None:
 # Anything, in any order.
 
 
+# Shared prefixes.
+
+
+def test_the_second_of_two_equal_prompts_computes_its_last_block_only() -> None:
+    replica = Replica(prefix_caching=True)
+    replica.add("a", prompt=10, max_tokens=3)
+    replica.drain()
+    replica.add("b", prompt=10, max_tokens=3)
+
+    step = replica.step()
+
+    assert step is not None
+    (admit,) = step.admits
+    assert (admit.cached_tokens, admit.num_tokens, len(admit.blocks)) == (8, 2, 3)
+    replica.drain()
+    assert replica.output["a"] == replica.output["b"]
+
+
+def test_a_prompt_that_is_cached_whole_computes_one_token_at_least() -> None:
+    replica = Replica(prefix_caching=True)
+    replica.add("a", prompt=8, max_tokens=9)
+    replica.drain()
+    replica.add("b", prompt=8, max_tokens=9)
+
+    step = replica.step()
+
+    assert step is not None
+    assert (step.admits[0].cached_tokens, step.admits[0].num_tokens) == (4, 4)
+
+
+def test_a_conversation_that_goes_on_shares_the_answer_before_it() -> None:
+    replica = Replica(prefix_caching=True)
+    replica.add("a", prompt=6, max_tokens=8)
+    replica.drain()
+    turn = [*range(1, 7), *replica.output["a"], 50]
+    replica.add("b", prompt=turn)
+
+    step = replica.step()
+
+    assert step is not None
+    assert step.admits[0].cached_tokens == 12  # the last token of an answer is never computed
+
+
+def test_an_evicted_request_finds_what_it_had_computed() -> None:
+    replica = Replica(prefix_caching=True, num_blocks=16)
+    request = replica.add("a", prompt=9, max_tokens=9)
+    replica.step()
+    replica.step()
+    replica.drop([replica.policy.evict() or 0])
+    assert request.row is None
+
+    step = replica.step()
+
+    assert step is not None
+    assert step.admits[0].cached_tokens == 8
+    replica.drain()
+    assert replica.output["a"] == alone(list(range(1, 10)), 9)
+
+
+def test_a_chunked_prompt_registers_each_chunks_blocks() -> None:
+    replica = Replica(prefix_caching=True, chunk=5)
+    replica.add("a", prompt=16, max_tokens=1)
+    replica.step()
+    replica.step()
+    assert replica.allocator.details()["blocks_cached"] == 2  # of ten tokens
+
+
+def test_a_row_that_failed_shares_nothing_of_the_step_it_failed_in() -> None:
+    replica = Replica(prefix_caching=True)
+    replica.add("a", prompt=9)
+    step = replica.plan()
+    assert step is not None
+    row = step.admits[0].row
+    replica.finish_step(
+        StepDone(
+            step=step.step, rows=(), token_ids=b"", failed=(RowFailure(row=row, message="NaN"),)
+        )
+    )
+    assert replica.allocator.details()["blocks_cached"] == 0
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Whatever happens: blocks are conserved, deltas contiguous, and everything drains right."""
 
@@ -908,6 +992,7 @@ class AnyOrder(RuleBasedStateMachine):
         max_rows=integers(1, 5),
         max_step_tokens=integers(1, 12),
         chunk=none() | integers(1, 6),
+        prefix_caching=booleans(),
     )
     def begin(
         self,
@@ -916,6 +1001,7 @@ class AnyOrder(RuleBasedStateMachine):
         max_rows: int,
         max_step_tokens: int,
         chunk: int | None,
+        prefix_caching: bool,
     ) -> None:
         self.replica = Replica(
             num_blocks=num_blocks,
@@ -924,6 +1010,7 @@ class AnyOrder(RuleBasedStateMachine):
             max_step_tokens=max_step_tokens,
             max_model_len=40,
             chunk=chunk,
+            prefix_caching=prefix_caching,
         )
         self.granted: BlocksGranted | None = None
         self.done: StepDone | None = None
@@ -931,7 +1018,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.refused = 0
 
     @rule(
-        prompt=lists(integers(0, 96), min_size=1, max_size=16),
+        prompt=lists(integers(0, 96), min_size=1, max_size=16)
+        | lists(sampled_from((1, 2)), min_size=5, max_size=16),  # some of these begin alike
         max_tokens=none() | integers(1, 16),
         priority=integers(-1, 1),
     )

@@ -20,7 +20,7 @@ def admit(
         row=row,
         prompt=pack_ids(prompt),
         num_tokens=len(prompt) if num_tokens is None else num_tokens,
-        blocks=tuple(range(blocks)),
+        blocks=tuple(range(16 * row, 16 * row + blocks)),
         sampling=RowSampling(
             temperature=0.0,
             top_k=0,

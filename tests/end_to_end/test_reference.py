@@ -69,6 +69,20 @@ async def test_each_prompt_alone_gives_the_reference_tokens(
             check(await ask(engine, entry), entry)
 
 
+async def test_a_prompt_asked_again_shares_its_blocks_and_gives_the_same_tokens(
+    default_model: Path, reference: Mapping[str, Any]
+) -> None:
+    entry = reference["unicode"]
+
+    async with open_engine(model=str(default_model), threads=1, block_tokens=16) as engine:
+        check(await ask(engine, entry), entry)
+        [again] = await ask_together(engine, [entry])
+        details = (await engine.status()).tree.children[-1].children[0].children[1].children[0]
+
+    check(again, entry)
+    assert details.details["prefix_hits"] == 3  # of 63 tokens
+
+
 async def test_sixteen_requests_at_once_give_the_same_tokens(
     default_model: Path, reference: Mapping[str, Any]
 ) -> None:

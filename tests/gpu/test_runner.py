@@ -513,6 +513,51 @@ def test_each_row_gets_the_log_probs_it_asked_for(runner: ModelRunner) -> None:
     assert done.top_logprobs[3][0][1] > done.top_logprobs[3][2][1]
 
 
+def test_a_row_that_shares_blocks_goes_on_as_one_that_computed_them(runner: ModelRunner) -> None:
+    prompt = tuple(range(3, 3 + 2 * BLOCK_TOKENS + 2))
+    sampling = make_sampling(max_tokens=4, logprobs=0)
+    first = Admit(
+        row=1, prompt=pack_ids(prompt), num_tokens=len(prompt), blocks=(4, 5, 6), sampling=sampling
+    )
+    second = Admit(
+        row=2,
+        prompt=pack_ids(prompt),
+        num_tokens=2,
+        blocks=(4, 5, 7),
+        sampling=sampling,
+        cached_tokens=2 * BLOCK_TOKENS,
+    )
+
+    whole = runner.execute(RunStep(step=1, admits=(first,)))
+    shared = runner.execute(RunStep(step=2, admits=(second,)))
+    rest = [runner.execute(RunStep(step=step)) for step in (3, 4)]
+
+    by_row: dict[int, list[int]] = {1: [], 2: []}
+    for done in (whole, shared, *rest):
+        for row, token in zip(done.rows, unpack_ids(done.token_ids), strict=True):
+            by_row[row].append(token)
+    assert shared.num_tokens == 3  # two of the new row, and the first one's next
+    assert by_row[1][:3] == by_row[2][:3]
+    logprob = unpack_floats(shared.logprobs)[shared.rows.index(2)]
+    assert logprob == pytest.approx(unpack_floats(whole.logprobs)[0], abs=1e-5)
+
+
+@pytest.mark.parametrize(("cached", "blocks"), [(3, (4, 5)), (BLOCK_TOKENS, (4,))])
+def test_a_row_that_shares_part_of_a_block_or_brings_too_few_is_refused(
+    runner: ModelRunner, cached: int, blocks: tuple[int, ...]
+) -> None:
+    row = Admit(
+        row=1,
+        prompt=pack_ids(range(3, 5 + BLOCK_TOKENS)),
+        num_tokens=2,
+        blocks=blocks,
+        sampling=make_sampling(),
+        cached_tokens=cached,
+    )
+    with pytest.raises(RowMismatch):
+        runner.execute(RunStep(step=1, admits=(row,)))
+
+
 def test_no_log_probs_are_sent_when_no_row_wants_them(runner: ModelRunner) -> None:
     done = run_step(runner, make_sampling(), make_sampling())
 
