@@ -60,8 +60,12 @@ class Letters:
 
 
 def parts(runner: ScriptedRunner, codec: Letters | None = None) -> ReplicaParts:
+    def anew() -> ScriptedRunner:
+        runner.free_kv()  # a device that starts knows no row
+        return runner
+
     return ReplicaParts(
-        make_runner=lambda: runner,
+        make_runner=anew,
         codec=codec,
         text_for=None,
         vocab_size=1000,
