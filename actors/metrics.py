@@ -16,7 +16,6 @@ class _Replica(msgspec.Struct):
     step_seconds: float = 0.0
     requests: int = 0
     first_token_seconds: float = 0.0
-    request_seconds: float = 0.0
 
 
 class Metrics(Actor[MetricsInbox]):
@@ -39,7 +38,6 @@ class Metrics(Actor[MetricsInbox]):
             case RequestStats():
                 replica.requests += 1
                 replica.first_token_seconds += message.first_token_s
-                replica.request_seconds += message.total_s
 
     def details(self) -> dict[str, int | float | str]:
         """Return the sums over all replicas, and means a person can read."""

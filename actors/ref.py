@@ -1,7 +1,7 @@
 """The address of an actor: by name, typed by what it can be told, good across its restarts."""
 
 import contextvars
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 import trio
 
@@ -128,6 +128,3 @@ class LocalRef(Generic[M_contra]):
         reply.fail(
             DeadlineExceeded(f"{self.name} did not answer {type(call).__name__} in {timeout:g} s")
         )
-
-
-AnyRef = ActorRef[Any]

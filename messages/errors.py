@@ -10,7 +10,6 @@ CallboardError
 │   ├── DeadlineExceeded   it may still have acted                                   (decide)
 │   └── Unreachable        nobody answers at that endpoint                           (start it)
 ├── RequestError           this request alone is wrong: a field and what is allowed  (client fixes)
-├── RequestAborted         somebody aborted it                                       (nobody)
 ├── RequestFailed          the engine could not finish it                            (operator)
 ├── ControlRefused         the verb is illegal in this state                         (operator)
 ├── OutOfBlocks            no cache space; the scheduler makes a request wait        (scheduler)
@@ -68,10 +67,6 @@ class RequestError(CallboardError):
         super().__init__(message)
         self.field = field
         self.allowed = allowed
-
-
-class RequestAborted(CallboardError):
-    """Somebody aborted the request."""
 
 
 class RequestFailed(CallboardError):
