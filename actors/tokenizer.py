@@ -63,10 +63,16 @@ class Tokenizer(Actor[TokenizerInbox]):
         vocab_size: int,
         scheduler: ActorRef[Enqueue | Abort | ForgetAll],
         out: ActorRef[Refused],
+        max_prompt_chars: int | None = None,
     ) -> None:
-        """Without a codec only token ids are taken."""
+        """Without a codec only token ids are taken.
+
+        Longer texts than `max_prompt_chars` are refused before they are encoded, which would take
+        seconds and hold up the requests behind them: no tokenisation of them fits the context.
+        """
         self._codec = codec
         self._vocab_size = vocab_size
+        self._max_prompt_chars = max_prompt_chars
         self._scheduler = scheduler
         self._out = out
 
@@ -148,6 +154,14 @@ class Tokenizer(Actor[TokenizerInbox]):
     async def _encode_text(
         self, field: str, size: int, text_of: Callable[[TextCodec], str]
     ) -> list[int]:
+        most = self._max_prompt_chars
+        if most is not None and size > most:
+            raise RequestError(
+                f"the text has {size} characters, and of no more than {most} the tokens fit the "
+                "context",
+                field=field,
+                allowed=f"at most {most} characters",
+            )
         return await self._use_codec(field, size, lambda codec: codec.encode(text_of(codec)))
 
     async def _use_codec(self, field: str, size: int, work: Callable[[TextCodec], T]) -> T:

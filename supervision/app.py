@@ -53,6 +53,7 @@ class ReplicaParts(msgspec.Struct, frozen=True, kw_only=True):
     text_for: Callable[[SamplingParams], TextOut] | None
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    max_prompt_chars: int | None = None
 
 
 def replica(
@@ -111,6 +112,7 @@ def replica(
                 lambda: Tokenizer(
                     parts.codec,
                     vocab_size=parts.vocab_size,
+                    max_prompt_chars=parts.max_prompt_chars,
                     scheduler=ref("scheduler"),
                     out=ref("link"),
                 ),

@@ -31,6 +31,7 @@ def replica_parts(settings: Settings) -> ReplicaParts:
         runner_config = _runner_config(settings, source)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    longest = settings.max_model_len or config.decoder.max_sequence_length
     eos = set(config.eos_token_ids) | (set() if tokenizer is None else tokenizer.eos_token_ids)
     return ReplicaParts(
         make_runner=lambda: ModelRunner(runner_config),
@@ -38,6 +39,7 @@ def replica_parts(settings: Settings) -> ReplicaParts:
         text_for=None if tokenizer is None else partial(_text_for, tokenizer),
         vocab_size=config.decoder.vocab_size,
         eos_token_ids=tuple(sorted(eos)),
+        max_prompt_chars=None if tokenizer is None else longest * tokenizer.longest_token,
     )
 
 

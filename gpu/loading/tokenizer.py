@@ -115,6 +115,11 @@ class TextTokenizer:
         """
         return self._compiled_template.render(messages, add_generation_prompt=add_generation_prompt)
 
+    @property
+    def longest_token(self) -> int:
+        """The most characters of text that one token can stand for."""
+        return max(map(len, self._tokenizer.get_vocab()), default=0)
+
     @cached_property
     def _compiled_template(self) -> ChatTemplate:
         if self.chat_template is None:

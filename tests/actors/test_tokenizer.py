@@ -89,10 +89,18 @@ async def hear(cell: Cell) -> Any:
 
 
 @asynccontextmanager
-async def desk(codec: Letters | None) -> AsyncGenerator[Desk]:
+async def desk(
+    codec: Letters | None, *, max_prompt_chars: int | None = None
+) -> AsyncGenerator[Desk]:
     async with open_system() as system, trio.open_nursery() as nursery:
         cell, scheduler, link = (system.cell(name) for name in ("tokenizer", "scheduler", "link"))
-        actor = Tokenizer(codec, vocab_size=1000, scheduler=LocalRef(scheduler), out=LocalRef(link))
+        actor = Tokenizer(
+            codec,
+            vocab_size=1000,
+            scheduler=LocalRef(scheduler),
+            out=LocalRef(link),
+            max_prompt_chars=max_prompt_chars,
+        )
         await nursery.start(cell.run, lambda: actor)
         yield Desk(cell, scheduler, link)
         assert cell.actor is actor, "the tokenizer died"
@@ -123,6 +131,17 @@ async def test_text_is_encoded() -> None:
     async with desk(Letters()) as one:
         enqueue = await one.enqueued(TextPrompt(text="abc"))
         assert unpack_ids(enqueue.prompt_token_ids) == [97, 98, 99]
+
+
+async def test_text_that_cannot_fit_the_context_is_refused_before_it_is_encoded() -> None:
+    async with desk(Letters(), max_prompt_chars=10) as one:
+        await one.enqueued(TextPrompt(text="x" * 10))
+        refused = await one.refused(TextPrompt(text="x" * 11))
+        long_turns = (ChatMessage(role="user", content="x" * 6),) * 2
+        await one.refused(ChatPrompt(messages=long_turns))
+
+    assert "11 characters" in refused.failure.message
+    assert refused.failure.allowed == "at most 10 characters"
 
 
 async def test_a_conversation_is_rendered_then_encoded() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import trio
 
+from callboard.messages.errors import RequestError
 from callboard.supervision.engine import Completion, Engine, open_engine
 
 LOGPROB_TOLERANCE = 2e-4
@@ -116,3 +117,12 @@ async def test_chunked_prefill_and_a_cache_too_small_for_all_give_the_same_token
     for answer, entry in zip(answers, entries, strict=True):
         check(answer, entry)
     assert after.replicas[0].blocks_free == after.replicas[0].blocks_total
+
+
+async def test_a_text_of_many_megabytes_is_refused_at_once_and_disturbs_nobody(
+    default_model: Path, reference: Mapping[str, Any]
+) -> None:
+    async with open_engine(model=str(default_model), threads=1) as engine:
+        with pytest.raises(RequestError, match="fit the context"):
+            await engine.generate(["never mind " * 3_000_000], max_tokens=1)
+        check(await ask(engine, reference["chat"]), reference["chat"])
