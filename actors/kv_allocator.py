@@ -13,7 +13,7 @@ from callboard.messages.blocks import (
     ReleaseBlocks,
     ReserveBlocks,
 )
-from callboard.messages.control import ControlReply, KVLevel, Suspend
+from callboard.messages.control import ControlReply, KVLevel, Suspend, WeightsLevel
 from callboard.messages.errors import OutOfBlocks
 from callboard.messages.steps import DeviceReady, RowId
 
@@ -47,8 +47,9 @@ class KVAllocator(Actor[KVAllocatorInbox]):
                 self._held.clear()
 
     async def on_suspend(self, verb: Suspend) -> ControlReply | None:
-        """Forget what is cached where the memory goes: it will hold something else."""
-        if verb.kv is KVLevel.DROP and self._pool is not None:
+        """Forget what is cached: its memory goes, or the weights do, and others may come back."""
+        goes = verb.kv is KVLevel.DROP or verb.weights is WeightsLevel.DISCARD
+        if goes and self._pool is not None:
             self._pool.forget_all()
         return self.ack(verb)
 

@@ -1,6 +1,7 @@
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
+import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
@@ -19,7 +20,7 @@ from callboard.messages.blocks import (
     ReleaseBlocks,
     ReserveBlocks,
 )
-from callboard.messages.control import KVLevel, Suspend
+from callboard.messages.control import KVLevel, Suspend, WeightsLevel
 from callboard.messages.steps import DeviceReady, RowId
 
 
@@ -266,14 +267,25 @@ async def test_a_new_row_without_room_leaves_what_it_would_share_as_it_was() -> 
         assert caller.free == 3
 
 
-async def test_memory_that_is_given_back_takes_what_was_cached_along() -> None:
+@pytest.mark.parametrize(
+    ("verb", "cached"),
+    [
+        (Suspend(kv=KVLevel.DROP), {}),
+        (Suspend(kv=KVLevel.KEEP, weights=WeightsLevel.DISCARD), {}),
+        (Suspend(kv=KVLevel.KEEP), {2: 2}),
+    ],
+)
+async def test_memory_or_weights_that_go_take_what_was_cached_along(
+    verb: Suspend, cached: dict[RowId, int]
+) -> None:
+    """RESUME may find other weights, whose keys and values are not those that are kept."""
     async with allocator(num_blocks=8) as caller:
         await fill(caller, 1, range(8))
         await caller.release(1)
-        await LocalRef[Message](caller.cell).ask(Suspend(kv=KVLevel.DROP))
+        await LocalRef[Message](caller.cell).ask(verb)
 
         request = PrefixRequest(row=2, prompt_tokens=9, chunk_tokens=9, hashes=hashes(range(8)))
-        assert (await caller.ask_for(request)).cached == {}
+        assert (await caller.ask_for(request)).cached == cached
 
 
 async def test_a_row_that_is_gone_registers_nothing() -> None:
