@@ -153,13 +153,15 @@ class Request:
         start = len(self.output)
         self.output.append(token_id)
         text = "" if self.text is None else self.text.push(token_id)
-        wants_logprobs = self.params.logprobs is not None and logprob is not None
+        logprobs = b""
+        if logprob is not None and self.params.logprobs is not None:
+            logprobs = pack_floats((logprob,))
         return Delta(
             request_id=self.request_id,
             start=start,
             token_ids=pack_ids((token_id,)),
             text=text,
-            logprobs=pack_floats((logprob,)) if wants_logprobs and logprob is not None else b"",
+            logprobs=logprobs,
             top_logprobs=(top,) if self.params.logprobs else (),
             weights_version=weights_version,
         )

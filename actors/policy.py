@@ -23,6 +23,7 @@ from bisect import insort
 import msgspec
 
 from callboard.actors.ledger import Ledger, Phase, Request
+from callboard.gpu.memory import blocks_for
 from callboard.gpu.prefix import BlockHash
 from callboard.messages.base import unpack_floats, unpack_ids
 from callboard.messages.blocks import (
@@ -136,7 +137,7 @@ class SchedulingPolicy:
                 field="max_tokens",
                 allowed=f"1 to {device.max_model_len - prompt_tokens}",
             )
-        needed = _blocks(prompt_tokens + wanted - 1, device.block_tokens)
+        needed = blocks_for(prompt_tokens + wanted - 1, device.block_tokens)
         if needed > device.num_blocks:
             raise RequestError(
                 f"the request needs {needed} KV blocks of {device.block_tokens} tokens, and the "
@@ -328,7 +329,7 @@ class SchedulingPolicy:
         row = next(self._row_ids) if request.row is None else request.row
         self._proposed[row] = Proposal(request=request, num_tokens=num_tokens, had_row=request.row)
         end = request.length + num_tokens
-        count = _blocks(end, self._known_device().block_tokens) - request.blocks
+        count = blocks_for(end, self._known_device().block_tokens) - request.blocks
         return BlockRequest(row=row, count=count)
 
     def _propose_new(self, request: Request, chunk: int) -> PrefixRequest:
@@ -509,10 +510,6 @@ def _is_suspect(request: Request) -> bool:
 def _most_tokens(device: DeviceReady) -> int:
     """Return how long a sequence may get: the last token sampled is never put into the cache."""
     return device.num_blocks * device.block_tokens + 1
-
-
-def _blocks(num_tokens: int, block_tokens: int) -> int:
-    return -(-num_tokens // block_tokens)
 
 
 def tokens_of(packed: bytes) -> "array[int]":

@@ -34,7 +34,12 @@ from callboard.messages.errors import CallboardError
 from callboard.messages.membership import Role, Welcome
 from callboard.supervision.lifecycle import Lifecycle
 from callboard.supervision.spec import ChildSpec, Intensity, Strategy
-from callboard.supervision.supervisor import STATUS_TIMEOUT_S, VERB_TIMEOUT_S, Supervisor
+from callboard.supervision.supervisor import (
+    STATUS_TIMEOUT_S,
+    VERB_TIMEOUT_S,
+    Supervisor,
+    a_little_less,
+)
 
 FromOperator = Verb | GetStatus | AbortRequests
 ToOperator = ControlReply
@@ -186,15 +191,14 @@ class Root(Supervisor):
             self.stopped_by_verb.set()
 
     async def _obey_operator(self, said: Said) -> object:
-        timeout = VERB_TIMEOUT_S if said.timeout_s is None else said.timeout_s
+        timeout = a_little_less(VERB_TIMEOUT_S if said.timeout_s is None else said.timeout_s)
         match said.message:
             case GetStatus():
-                return await self.status(timeout * 0.95)
+                return await self.status(timeout)
             case AbortRequests() as abort:
                 return await self._abort(abort, timeout)
             case Pause() | Unpause() | Suspend() | Resume() | Stop() as verb:
-                # A little earlier than the operator gives up, so that it hears who was late.
-                return await self.control(verb, timeout * 0.95)
+                return await self.control(verb, timeout)
             case other:
                 raise AssertionError(f"the listener let {other} through")
 

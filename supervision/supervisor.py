@@ -355,7 +355,12 @@ def answer_by(cell: Cell) -> float:
     now = trio.current_time()
     if cell.deadline == float("inf"):
         return now + VERB_TIMEOUT_S
-    return cell.deadline - min(MARGIN_S, MARGIN * (cell.deadline - now))
+    return now + a_little_less(cell.deadline - now)
+
+
+def a_little_less(timeout: float) -> float:
+    """Return how long we may take for who waits so long for us."""
+    return timeout - min(MARGIN_S, MARGIN * timeout)
 
 
 async def _cancel_when(event: trio.Event, scope: trio.CancelScope) -> None:
