@@ -29,8 +29,8 @@ class PrefixRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
 class ReserveBlocks(Message, frozen=True):
     """Scheduler → allocator: blocks for step `step`, the most urgent row first.
 
-    `grow` rows are served in order, each that fits; `admit` rows only while all before them fit,
-    so that no request overtakes an older one. Answered by BlocksGranted.
+    Rows are served in order, each that fits; `admit` rows only when all `grow` rows fit. Answered
+    by BlocksGranted.
     """
 
     step: int
@@ -42,12 +42,14 @@ class BlocksGranted(Message, frozen=True):
     """Allocator → scheduler: what it gave for step `step`; rows not in `blocks` got nothing.
 
     Of the blocks of a row in `cached`, the first so many hold the beginning of its prompt already.
+    Rows in `deferred` got nothing because others are computing the beginning of their prompt.
     """
 
     step: int
     blocks: dict[RowId, tuple[int, ...]]
     free: int
     cached: dict[RowId, int] = msgspec.field(default_factory=dict)
+    deferred: tuple[RowId, ...] = ()
 
 
 class Computed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):

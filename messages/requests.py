@@ -14,6 +14,7 @@ import msgspec
 
 from callboard.messages.base import Message, TokenIds
 from callboard.messages.errors import Failure
+from callboard.messages.logprobs import PromptLogprobs, TopLogprobs
 from callboard.messages.sampling import SamplingParams
 
 RequestId = str
@@ -108,12 +109,42 @@ class Refused(Message, frozen=True):
     failure: Failure
 
 
+class EventKind(enum.StrEnum):
+    """What happens to a request between its acceptance and its end."""
+
+    QUEUED = "queued"  # a replica has accepted it
+    ADMITTED = "admitted"  # it has a row, and its prompt is being prefilled
+    FIRST_TOKEN = "first_token"
+    PAUSED = "paused"  # its last KV block is full and none is free: it waits for one
+    RESUMED = "resumed"  # it got one
+    EVICTED = "evicted"  # it gave its blocks up, and waits to be prefilled with its output
+    FINISHED = "finished"
+    ABORTED = "aborted"  # by somebody, or by its deadline
+    FAILED = "failed"
+
+
+class RequestEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """Something that happened to a request, at seconds since 1970."""
+
+    kind: EventKind
+    at: float
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """What a request took: tokens of its prompt, those of them found in the cache, its output."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """What one step added to one request.
 
     `start` is the index of the first of these tokens in the output, so that a receiver can tell a
     repeated delta from a new one. `logprobs` is packed float32, one a token, empty when not asked
-    for; `top_logprobs` has one tuple a token of (id, log-prob) pairs.
+    for; `top_logprobs` has one entry a token. `prompt_logprobs`, when asked for, come with the
+    first delta. `events` are those since the last delta; the terminal one says what was used.
     """
 
     request_id: RequestId
@@ -121,10 +152,13 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False
     token_ids: TokenIds = b""
     text: str = ""
     logprobs: bytes = b""
-    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
     finish: FinishReason | None = None
     failure: Failure | None = None
     weights_version: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
+    events: tuple[RequestEvent, ...] = ()
+    usage: Usage | None = None
 
 
 class TokensOut(Message, frozen=True):

@@ -17,6 +17,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGPROBS = 20
 MAX_TOP_K = 2**31 - 1
 MAX_SEED = 2**63 - 1
+MAX_TOKENS = 2**31 - 1
 MAX_LOGIT_BIAS = 300
 MAX_BAD_WORDS = 100
 MAX_BAD_WORD_CHARS = 128
@@ -36,7 +37,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. max_tokens None means "what the
     context has room for". seed None means that the engine draws one (and says which). logprobs n
-    returns the log-probability of each output token and of the n likeliest alternatives.
+    returns the log-probability of each output token and of the n likeliest alternatives,
+    prompt_logprobs n the same of each prompt token but the first, always of the raw logits.
+    max_tokens 0 computes the prompt and generates nothing.
 
     repetition_penalty divides the positive logits of tokens that are in the prompt or the output,
     and multiplies the negative ones; 1 is off. presence_penalty is taken off the logits of tokens
@@ -65,6 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_words: tuple[str, ...] = ()
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs_mode: LogprobsMode = LogprobsMode.RAW
+    prompt_logprobs: int | None = None
 
 
 def check(params: SamplingParams, *, vocab_size: int) -> None:
@@ -76,10 +80,13 @@ def check(params: SamplingParams, *, vocab_size: int) -> None:
     if params.seed is not None:
         _check_number("seed", params.seed, 0, MAX_SEED)
     if params.max_tokens is not None:
-        _check_number("max_tokens", params.max_tokens, 1, 2**31 - 1)
-    _check_number("min_tokens", params.min_tokens, 0, params.max_tokens or 2**31 - 1)
+        _check_number("max_tokens", params.max_tokens, 0, MAX_TOKENS)
+    most = MAX_TOKENS if params.max_tokens is None else params.max_tokens
+    _check_number("min_tokens", params.min_tokens, 0, most)
     if params.logprobs is not None:
         _check_number("logprobs", params.logprobs, 0, MAX_LOGPROBS)
+    if params.prompt_logprobs is not None:
+        _check_number("prompt_logprobs", params.prompt_logprobs, 0, MAX_LOGPROBS)
     _check_texts("stop", params.stop, MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
     _check_count("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS)
     check_ids("stop_token_ids", params.stop_token_ids, vocab_size)

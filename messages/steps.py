@@ -7,6 +7,7 @@ row that was dropped meanwhile cannot be mistaken for anything else.
 import msgspec
 
 from callboard.messages.base import Message, TokenIds
+from callboard.messages.logprobs import PromptLogprobs, TopLogprobs
 
 RowId = int
 
@@ -15,8 +16,9 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     """How the tokens of a row are chosen and when it ends, with every default filled in.
 
     `first_position` is the output index of the row's first new token (above 0 after a
-    checkpoint); `max_tokens` and `min_tokens` count from output index 0. For the other fields see
-    `SamplingParams`; the bad words are among `bad_token_ids`.
+    checkpoint); `max_tokens` and `min_tokens` count from output index 0. A row of max_tokens 0
+    samples none and is over with its prompt. For the other fields see `SamplingParams`; the bad
+    words are among `bad_token_ids`.
     """
 
     temperature: float
@@ -35,6 +37,7 @@ class RowSampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     logit_bias: dict[int, float] = {}
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     processed_logprobs: bool = False
+    prompt_logprobs: int = -1  # of the row's whole prompt: -1 none, n also of the n likeliest
 
 
 class Admit(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -74,6 +77,9 @@ class RunStep(Message, frozen=True):
 
     Answered by StepDone. Rows whose last block is full and that get no grant sit this step out.
     `life` is the DeviceReady's it was planned for; a device in another life ignores the step.
+
+    It may be planned before the step ahead of it is done. Then grants and continues may be for
+    rows that ended in that step: they are ignored.
     """
 
     step: int
@@ -104,8 +110,9 @@ class StepDone(Message, frozen=True):
 
     `rows` and `token_ids` go together (packed int32 ids, one a row that sampled); rows in
     `stopped` sampled a stop id, rows in `full` reached max_tokens, and both have left the context,
-    as have those in `failed`. `logprobs` is packed float32, one a row of `rows`, empty when no
-    row wanted any.
+    as have those in `failed`; rows that sample no token at all are in `full` with the end of their
+    prompt. `logprobs` is packed float32, one a row of `rows`, empty when no row wanted any.
+    `prompt_logprobs` has what the step's chunks make known of the prompts that asked for it.
     """
 
     step: int
@@ -115,10 +122,11 @@ class StepDone(Message, frozen=True):
     full: tuple[RowId, ...] = ()
     failed: tuple[RowFailure, ...] = ()
     logprobs: bytes = b""
-    top_logprobs: dict[RowId, tuple[tuple[int, float], ...]] = msgspec.field(default_factory=dict)
+    top_logprobs: dict[RowId, TopLogprobs] = msgspec.field(default_factory=dict)
     num_tokens: int = 0
     seconds: float = 0.0
     weights_version: int = 0
+    prompt_logprobs: dict[RowId, PromptLogprobs] = msgspec.field(default_factory=dict)
 
 
 class DeviceReady(Message, frozen=True):

@@ -59,6 +59,7 @@ def test_the_defaults_are_allowed() -> None:
         ("seed", 0),
         ("seed", MAX_SEED),
         ("max_tokens", None),
+        ("max_tokens", 0),
         ("max_tokens", 1),
         ("max_tokens", 2**31 - 1),
         ("min_tokens", 0),
@@ -66,6 +67,9 @@ def test_the_defaults_are_allowed() -> None:
         ("logprobs", None),
         ("logprobs", 0),
         ("logprobs", MAX_LOGPROBS),
+        ("prompt_logprobs", None),
+        ("prompt_logprobs", 0),
+        ("prompt_logprobs", MAX_LOGPROBS),
         ("stop", ("x",) * MAX_STOP_STRINGS),
         ("stop", ("x" * MAX_STOP_STRING_CHARS,)),
         ("stop_token_ids", (0, VOCAB - 1)),
@@ -108,13 +112,14 @@ def test_every_limit_itself_is_allowed(field: str, value: Any) -> None:
         ("seed", -1),
         ("seed", MAX_SEED + 1),
         ("seed", HUGE),
-        ("max_tokens", 0),
         ("max_tokens", -1),
         ("max_tokens", 2**31),
         ("min_tokens", -1),
         ("min_tokens", 2**31),
         ("logprobs", -1),
         ("logprobs", MAX_LOGPROBS + 1),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", MAX_LOGPROBS + 1),
         ("stop", ("x",) * (MAX_STOP_STRINGS + 1)),
         ("stop", ("",)),
         ("stop", ("fine", "")),
@@ -198,6 +203,8 @@ def test_a_refusal_says_the_value_and_exactly_what_would_be_right() -> None:
 def test_no_more_tokens_can_be_demanded_than_are_allowed() -> None:
     checked(max_tokens=5, min_tokens=5)
 
+    checked(max_tokens=0, min_tokens=0)
+    refused(max_tokens=0, min_tokens=1)
     error = refused(max_tokens=5, min_tokens=6)
 
     assert (error.field, error.allowed) == ("min_tokens", "0 to 5")
