@@ -4,6 +4,7 @@ from callboard.actors.actor import Actor
 from callboard.actors.ref import ActorRef
 from callboard.gpu.blocks import BlockPool
 from callboard.gpu.memory import blocks_for
+from callboard.gpu.prefix import BlockHash
 from callboard.messages.blocks import (
     BlockRequest,
     BlocksGranted,
@@ -28,6 +29,8 @@ class KVAllocator(Actor[KVAllocatorInbox]):
         self._pool: BlockPool | None = None
         self._block_tokens = 0
         self._held: dict[RowId, list[int]] = {}  # in the order of the rows' block tables
+        self._promised: dict[BlockHash, RowId] = {}  # blocks that a row is about to compute
+        self._promises: dict[RowId, tuple[BlockHash, ...]] = {}
 
     async def receive(self, message: KVAllocatorInbox) -> None:
         """Handle one message."""
@@ -45,6 +48,8 @@ class KVAllocator(Actor[KVAllocatorInbox]):
                 self._pool = BlockPool(num_blocks + 1)
                 self._block_tokens = block_tokens
                 self._held.clear()
+                self._promised.clear()
+                self._promises.clear()
 
     async def on_suspend(self, verb: Suspend) -> ControlReply | None:
         """Forget what is cached: its memory goes, or the weights do, and others may come back."""
@@ -70,13 +75,21 @@ class KVAllocator(Actor[KVAllocatorInbox]):
     def _reserve(self, question: ReserveBlocks, pool: BlockPool) -> BlocksGranted:
         granted: dict[RowId, tuple[int, ...]] = {}
         cached: dict[RowId, int] = {}
+        deferred: list[RowId] = []
         for wanted in question.grow:
             self._grant(pool, wanted, granted)
         if len(granted) == len(question.grow):
             for new in question.admit:
-                if not self._admit(pool, new, granted, cached):
+                self._admit(pool, new, granted, cached, deferred)
+                if not (new.may_be_overtaken or new.row in granted or new.row in deferred):
                     break
-        return BlocksGranted(step=question.step, blocks=granted, free=pool.free, cached=cached)
+        return BlocksGranted(
+            step=question.step,
+            blocks=granted,
+            free=pool.free,
+            cached=cached,
+            deferred=tuple(deferred),
+        )
 
     def _admit(
         self,
@@ -84,20 +97,27 @@ class KVAllocator(Actor[KVAllocatorInbox]):
         new: PrefixRequest,
         granted: dict[RowId, tuple[int, ...]],
         cached: dict[RowId, int],
-    ) -> bool:
+        deferred: list[RowId],
+    ) -> None:
+        """Give a new row its blocks, unless it had better wait for those others compute."""
         num_cached = len(pool.match(new.hashes))
+        missing = new.hashes[num_cached:]
+        if missing and missing[0] in self._promised:
+            deferred.append(new.row)
+            return
         start = num_cached * self._block_tokens
         end = start + min(new.chunk_tokens, new.prompt_tokens - start)
         count = blocks_for(end, self._block_tokens) - num_cached
         try:
             blocks = pool.acquire(new.hashes, count)
         except OutOfBlocks:
-            return False
+            return
         self._held[new.row] = blocks
         granted[new.row] = tuple(blocks)
         if num_cached:
             cached[new.row] = num_cached
-        return True
+        self._promises[new.row] = missing
+        self._promised.update(dict.fromkeys(missing, new.row))
 
     def _grant(
         self, pool: BlockPool, wanted: BlockRequest, granted: dict[RowId, tuple[int, ...]]
@@ -114,6 +134,7 @@ class KVAllocator(Actor[KVAllocatorInbox]):
             blocks = self._held.get(part.row)
             if blocks is None or self._pool is None:
                 continue
+            self._keep_promises(part.row, part.hashes)
             parent = part.parent or None
             for block, block_hash in zip(blocks[part.first :], part.hashes, strict=False):
                 self._pool.register(block, block_hash, parent)
@@ -121,6 +142,13 @@ class KVAllocator(Actor[KVAllocatorInbox]):
 
     def _release(self, rows: tuple[RowId, ...]) -> None:
         for row in rows:
+            self._keep_promises(row, self._promises.pop(row, ()))
             blocks = self._held.pop(row, None)
             if blocks and self._pool is not None:
                 self._pool.release(blocks)
+
+    def _keep_promises(self, row: RowId, hashes: tuple[BlockHash, ...]) -> None:
+        """Let nobody wait for these blocks any more: they are computed, or never will be."""
+        for block_hash in hashes:
+            if self._promised.get(block_hash) == row:
+                del self._promised[block_hash]

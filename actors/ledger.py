@@ -9,16 +9,33 @@ from array import array
 from collections.abc import Iterator
 from typing import Protocol
 
+import msgspec
+
+from callboard.actors.prompt_scores import PromptScores
 from callboard.gpu.prefix import BlockHash, extend_hashes, root_hash
 from callboard.messages.base import pack_floats, pack_ids
 from callboard.messages.errors import Failure
-from callboard.messages.requests import Delta, FinishReason, RequestId
+from callboard.messages.logprobs import TopLogprobs
+from callboard.messages.requests import (
+    Delta,
+    EventKind,
+    FinishReason,
+    RequestEvent,
+    RequestId,
+    Usage,
+)
 from callboard.messages.sampling import LogprobsMode, SamplingParams
 from callboard.messages.steps import RowId, RowSampling
 
 ROOT_HASH = root_hash(salt=b"", weights_version=0)
 
-TopLogprobs = tuple[tuple[int, float], ...]
+_LAST_EVENT = {
+    FinishReason.STOP: EventKind.FINISHED,
+    FinishReason.LENGTH: EventKind.FINISHED,
+    FinishReason.ABORT: EventKind.ABORTED,
+    FinishReason.DEADLINE: EventKind.ABORTED,
+    FinishReason.ERROR: EventKind.FAILED,
+}
 
 
 class Phase(enum.Enum):
@@ -81,11 +98,17 @@ class Request:
         self.phase = Phase.WAITING
         self.row: RowId | None = None
         self.target = 0  # tokens to prefill: prompt and output so far
-        self.length = 0  # tokens in the KV cache
+        self.length = 0  # of those, tokens in the KV cache with the last step that was planned
         self.blocks = 0  # blocks held
+        self.ends_with = 0  # the run that makes its last token, if nothing ends it before
+        self.starved_at = 0  # the first run it had no block for
         self.hashes: list[BlockHash] = []  # of the full blocks of the tokens, as far as known
         self.shared = 0  # blocks of its row that others may find, or that it found
+        self.cached_tokens: int | None = None  # of the prompt, when it was first admitted
         self.crashes = 0
+        self.overtaken = 0  # steps in which a younger one was admitted and this one did not fit
+        self.prompt_scores = PromptScores(params.prompt_logprobs, len(prompt))
+        self._news: list[RequestEvent] = []  # what no delta has told yet
 
     @property
     def tokens(self) -> "array[int]":
@@ -98,6 +121,18 @@ class Request:
             self.output.append(token_id)
             if self.text is not None:
                 self.text.push(token_id)
+        if delivered:  # the first token came with them
+            self.prompt_scores = PromptScores(None, len(self.prompt))
+
+    def note(self, kind: EventKind, at: float) -> None:
+        """Remember that something happened, for the next delta to tell."""
+        self._news.append(RequestEvent(kind=kind, at=at))
+
+    def take_news(self) -> tuple[RequestEvent, ...]:
+        """Return what has happened since this was called last."""
+        news = tuple(self._news)
+        self._news.clear()
+        return news
 
     def admit(self, row: RowId) -> None:
         """Become a row, with everything still to be prefilled."""
@@ -144,6 +179,7 @@ class Request:
             logit_bias=params.logit_bias,
             bad_token_ids=params.bad_token_ids,
             processed_logprobs=params.logprobs_mode == LogprobsMode.PROCESSED,
+            prompt_logprobs=self.prompt_scores.to_ask,
         )
 
     def take_token(
@@ -164,6 +200,16 @@ class Request:
             logprobs=logprobs,
             top_logprobs=(top,) if self.params.logprobs else (),
             weights_version=weights_version,
+            prompt_logprobs=self.prompt_scores.hand_over() if start == 0 else None,
+            events=self.take_news() if self._news else (),
+        )
+
+    def usage(self) -> Usage:
+        """Return what the request has taken so far."""
+        return Usage(
+            prompt_tokens=len(self.prompt),
+            cached_tokens=self.cached_tokens or 0,
+            output_tokens=len(self.output),
         )
 
     def held_text(self) -> str:
@@ -209,6 +255,10 @@ class Ledger:
         """Return the requests with a row, in the order in which they were admitted."""
         return list(self._rows.values())
 
+    def iter_rows(self) -> Iterator[Request]:
+        """Go over the requests with a row, in that order; none may come or go meanwhile."""
+        return iter(self._rows.values())
+
     @property
     def num_rows(self) -> int:
         """How many requests have a row."""
@@ -232,6 +282,7 @@ class Ledger:
         request: Request,
         reason: FinishReason,
         *,
+        at: float,
         failure: Failure | None = None,
         last: Delta | None = None,
     ) -> Delta:
@@ -242,16 +293,20 @@ class Ledger:
         del self._requests[request.request_id]
         request.phase = Phase.DONE
         request.finish_reason = reason
+        request.note(_LAST_EVENT[reason], at)
         # What is held back because a stop string might begin there is text like any other now.
         text = "" if request.hit_stop_string else request.held_text()
-        return Delta(
-            request_id=request.request_id,
-            start=len(request.output) if last is None else last.start,
-            token_ids=b"" if last is None else last.token_ids,
-            text=text if last is None else last.text + text,
-            logprobs=b"" if last is None else last.logprobs,
-            top_logprobs=() if last is None else last.top_logprobs,
+        if last is None:
+            last = Delta(
+                request_id=request.request_id,
+                start=len(request.output),
+                prompt_logprobs=request.prompt_scores.hand_over(),
+            )
+        return msgspec.structs.replace(
+            last,
+            text=last.text + text,
             finish=reason,
             failure=failure,
-            weights_version=0 if last is None else last.weights_version,
+            events=(*last.events, *request.take_news()),
+            usage=request.usage(),
         )

@@ -5,10 +5,19 @@ Pure. A step is planned in two halves, with one question to the block allocator 
 `advance` applies its result. Decodes come first, then the one prompt that is being prefilled in
 chunks, then new admissions, within `max_step_tokens`.
 
+A step may be planned while the one before it still runs. What that one will do to the lengths of
+rows is known (see `Timeline`); which rows it ends is not, so a planned step may name rows that have
+ended by then, and what comes back of a row that is gone is dropped.
+
 A decoding row whose last block is full asks for one more. If it gets none it waits (STARVED) and
 asks again in every later step, oldest first; nothing new is admitted meanwhile. When nothing at
-all could run, the newest row is evicted: its output is kept, its blocks go to the others, and it
-is prefilled again from its old place in the queue.
+all could run, or the starved hold more than `paused_limit` blocks, the newest row is evicted: its
+output is kept, its blocks go to the others, and it is prefilled again from its old place in the
+queue.
+
+A waiting request that does not fit may be overtaken by younger ones that do, but only in
+MAX_OVERTAKEN steps: then the others wait with it until it fits. One that was evicted is never
+overtaken.
 
 A device that fails takes all its rows along, and which of them it failed of is not known. Each
 request counts the failures it was part of since its last token; one that has several is tried
@@ -17,12 +26,17 @@ goes on to MAX_RETRIES.
 """
 
 import itertools
+import time
 from array import array
 from bisect import insort
+from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
 from callboard.actors.ledger import Ledger, Phase, Request
+from callboard.actors.room import check_fits, room_for
+from callboard.actors.timeline import Timeline
 from callboard.gpu.memory import blocks_for
 from callboard.gpu.prefix import BlockHash
 from callboard.messages.base import unpack_floats, unpack_ids
@@ -34,7 +48,7 @@ from callboard.messages.blocks import (
     ReserveBlocks,
 )
 from callboard.messages.errors import Failure, RequestError
-from callboard.messages.requests import Delta, FinishReason
+from callboard.messages.requests import Delta, EventKind, FinishReason
 from callboard.messages.steps import (
     Admit,
     Continue,
@@ -51,6 +65,12 @@ MAX_RETRIES = 3
 TRIED_APART = 2
 """After so many it is admitted with no other new row, so that the innocent can clear themselves."""
 
+MAX_OVERTAKEN = 8
+"""Steps in which a request that does not fit may see younger ones admitted."""
+
+LOOK_AHEAD = 8
+"""How many waiting requests are tried in a step while the pool had no room for all in the last."""
+
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """How many requests stand where."""
@@ -60,7 +80,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     paused: int
 
 
-class Proposal(msgspec.Struct, kw_only=True):
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """A row that could run: its request, for how many tokens, and the row the request had then."""
 
     request: Request
@@ -73,14 +93,23 @@ class Proposal(msgspec.Struct, kw_only=True):
         return self.request.phase is not Phase.DONE and self.request.row == self.had_row
 
 
-class Planned(msgspec.Struct, kw_only=True):
-    """A step, or None when nothing can run; and rows that were given blocks for nothing."""
+class Flight(msgspec.Struct, frozen=True, kw_only=True):
+    """A step under way: its number, its run, and how long each prompt in it is cached after it."""
+
+    step: int
+    run: int
+    prefilled: dict[RowId, int]
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """A step, or None when nothing can run; rows given blocks for nothing; rows just evicted."""
 
     step: RunStep | None
     unused: list[RowId]
+    evicted: list[RowId]
 
 
-class Advanced(msgspec.Struct, kw_only=True):
+class Advanced(msgspec.Struct, frozen=True, kw_only=True):
     """What a finished step means: deltas for the clients, and rows the device should forget."""
 
     deltas: list[Delta] = msgspec.field(default_factory=list)
@@ -94,68 +123,48 @@ class SchedulingPolicy:
     """The state of scheduling, and every decision about it."""
 
     def __init__(
-        self, *, prefill_chunk_tokens: int | None = None, prefix_caching: bool = False
+        self,
+        *,
+        prefill_chunk_tokens: int | None = None,
+        prefix_caching: bool = False,
+        paused_limit: int | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """`paused_limit` is in blocks; `clock` gives the times of requests' events."""
         self.ledger = Ledger()
         self.device: DeviceReady | None = None
         self.admitting = True
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._prefix_caching = prefix_caching
+        self._paused_limit = paused_limit
+        self._clock = clock
         self._waiting: list[Request] = []
+        self._denied = False  # whether a waiting request did not fit, last time
         self._starved: list[Request] = []
-        self._full: list[Request] = []  # decoding, and their next token needs a block
+        self._full: list[RowId] = []  # decoding, and in want of a block for the run proposed last
         self._prefilling: Request | None = None
+        self._suspect: Request | None = None  # the one that is being tried apart
         self._row_ids = itertools.count(1)
         self._steps = itertools.count(1)
+        self._runs = 0
+        self._timeline = Timeline(block_tokens=1)
         self._proposed: dict[RowId, Proposal] = {}
+        self._flights: deque[Flight] = deque()
 
     # Requests come and go.
 
     def room_for(self, prompt_tokens: int) -> int:
         """Return how many tokens a request could generate at most behind such a prompt."""
-        device = self._known_device()
-        return min(device.max_model_len, _most_tokens(device)) - prompt_tokens
+        return room_for(self._known_device(), prompt_tokens)
 
     def check_fits(self, prompt_tokens: int, max_tokens: int | None, *, delivered: int = 0) -> int:
-        """Return the request's max_tokens; raises RequestError when it can never run.
-
-        `delivered` is how many tokens it has generated already, in an earlier life.
-        """
-        device = self._known_device()
-        if prompt_tokens >= device.max_model_len:
-            raise RequestError(
-                f"the prompt has {prompt_tokens} tokens, and prompt and output together may have "
-                f"{device.max_model_len}",
-                field="prompt",
-                allowed=f"1 to {device.max_model_len - 1} tokens",
-            )
-        wanted = max(1, self.room_for(prompt_tokens)) if max_tokens is None else max_tokens
-        if prompt_tokens + wanted > device.max_model_len:
-            raise RequestError(
-                f"{prompt_tokens} prompt tokens and max_tokens {wanted} are together over the "
-                f"context of {device.max_model_len}",
-                field="max_tokens",
-                allowed=f"1 to {device.max_model_len - prompt_tokens}",
-            )
-        needed = blocks_for(prompt_tokens + wanted - 1, device.block_tokens)
-        if needed > device.num_blocks:
-            raise RequestError(
-                f"the request needs {needed} KV blocks of {device.block_tokens} tokens, and the "
-                f"pool has {device.num_blocks}",
-                field="max_tokens",
-                allowed=f"prompt and output within {_most_tokens(device)} tokens",
-            )
-        if delivered >= wanted:
-            raise RequestError(
-                f"{delivered} tokens are delivered already, and max_tokens is {wanted}",
-                field="delivered",
-                allowed=f"at most {wanted - 1} tokens",
-            )
-        return wanted
+        """Return the request's max_tokens; raises RequestError when it can never run."""
+        return check_fits(self._known_device(), prompt_tokens, max_tokens, delivered=delivered)
 
     def add(self, request: Request) -> None:
         """Queue an accepted request by priority, then age."""
         self.ledger.add(request)
+        request.note(EventKind.QUEUED, self._clock())
         insort(self._waiting, request, key=_order)
 
     def finish(
@@ -174,24 +183,27 @@ class SchedulingPolicy:
         """Drop every request without a word; returns the rows they had."""
         rows = self.checkpoint_all()
         for request in list(self.ledger):
-            self.ledger.finish(request, FinishReason.ABORT)
+            self.ledger.finish(request, FinishReason.ABORT, at=self._clock())
         self._waiting.clear()
         return rows
 
-    def device_ready(self, device: DeviceReady, *, in_flight: bool) -> Advanced:
+    def device_ready(self, device: DeviceReady) -> Advanced:
         """The device is new and knows no row: requeue all, fail those that cannot run on it.
 
         Those are the ones that keep killing it, and the ones that do not fit, accepted before it
-        was known how much does. `in_flight` says whether a step was running when the device before
-        it failed.
+        was known how much does.
         """
         self.device = device
         result = Advanced()
         suspects = [row for row in self.ledger.rows() if row.phase is not Phase.STARVED]
+        was_running = bool(self._flights)
         self.checkpoint_all()
         self._proposed = {}
-        for request in suspects if in_flight else ():
-            self._suspect(result, request)
+        self._flights.clear()
+        self._full = []
+        self._timeline = Timeline(device.block_tokens)
+        for request in suspects if was_running else ():
+            self._blame(result, request)
         for request in list(self.ledger):
             self._fit_again(result, request)
         return result
@@ -200,6 +212,11 @@ class SchedulingPolicy:
     def has_work(self) -> bool:
         """Whether a step could be of use."""
         return self.ledger.num_rows > 0 or (self.admitting and bool(self._waiting))
+
+    @property
+    def in_flight(self) -> int:
+        """How many steps are under way."""
+        return len(self._flights)
 
     def counts(self) -> Counts:
         """Return how many requests stand where."""
@@ -216,6 +233,7 @@ class SchedulingPolicy:
         self._proposed = {}
         step = next(self._steps)
         budget = device.max_step_tokens
+        self._full += self._timeline.wanting(self._runs + 1)
         grow = [self._propose(request, 1) for request in self._in_want()]
         budget -= self.ledger.num_rows - (self._prefilling is not None)
         if self._prefilling is not None:
@@ -228,37 +246,44 @@ class SchedulingPolicy:
 
     def plan(self, granted: BlocksGranted) -> Planned:
         """Make the step out of what was granted."""
-        prefilling = int(self._prefilling is not None)
+        run = self._runs + 1
         admits: list[Admit] = []
         continues: list[Continue] = []
         grants: list[Grant] = []
+        prefilled: dict[RowId, int] = {}
         standing = {row: proposal for row, proposal in self._proposed.items() if proposal.stands}
+        self._proposed, self._full = {}, []
         for row, proposal in standing.items():
             request, blocks = proposal.request, granted.blocks.get(row)
             if blocks is None:
-                self._starve(request)
+                self._go_without(request, run)
             elif proposal.had_row is None:
                 cached = granted.cached.get(row, 0)
                 admits.append(self._admit(proposal, row, cached, blocks))
-            elif request.phase is Phase.PREFILLING:
-                request.blocks += len(blocks)
-                continues.append(Continue(row=row, num_tokens=proposal.num_tokens, blocks=blocks))
+                prefilled[row] = request.length
+            elif request is self._prefilling:
+                continues.append(self._continue(proposal, row, blocks))
+                prefilled[row] = request.length
             else:
-                self._feed(request)
+                self._feed(request, row, run)
                 grants.append(Grant(row=row, block=blocks[0]))
-        self._proposed = {row: standing[row] for row in granted.blocks if row in standing}
-        decoding = self.ledger.num_rows - len(self._starved) - prefilling - len(admits)
-        step = RunStep(
-            step=granted.step,
-            admits=tuple(admits),
-            continues=tuple(continues),
-            grants=tuple(grants),
-            life=self._known_device().life,
-        )
-        return Planned(
-            step=step if admits or continues or decoding > 0 else None,
-            unused=[row for row in granted.blocks if row not in standing],
-        )
+        for row in prefilled:
+            self._decode_from_next(row, run)
+        self._count_overtaken(standing, granted)
+        evicted = self._evict_beyond_limit()
+        step = None
+        if admits or continues or grants or self._any_decodes_in(run):
+            self._runs = run
+            self._flights.append(Flight(step=granted.step, run=run, prefilled=prefilled))
+            step = RunStep(
+                step=granted.step,
+                admits=tuple(admits),
+                continues=tuple(continues),
+                grants=tuple(grants),
+                life=self._known_device().life,
+            )
+        unused = [row for row in granted.blocks if row not in standing]
+        return Planned(step=step, unused=unused, evicted=evicted)
 
     def evict(self) -> RowId | None:
         """Take the newest row off the device so that older ones can go on; None without rows."""
@@ -267,11 +292,215 @@ class SchedulingPolicy:
             return None
         return self._requeue(max(rows, key=_order))
 
-    def advance(self, done: StepDone, now: float) -> Advanced:
-        """Apply a step's result; results of rows that were dropped meanwhile change nothing."""
+    def is_next(self, done: StepDone) -> bool:
+        """Whether this is the result of the oldest step under way."""
+        return bool(self._flights) and self._flights[0].step == done.step
+
+    def advance(self, done: StepDone) -> Advanced:
+        """Apply the oldest step's result; what it says of rows that are gone changes nothing."""
+        flight = self._flights.popleft()
         result = Advanced()
-        failed_rows = {failed.row for failed in done.failed}
-        prefilled = self._count_prefilled(result, failed_rows)
+        self._note_computed(result, flight, failed={failed.row for failed in done.failed})
+        for row, part in done.prompt_logprobs.items():
+            if (request := self.ledger.in_row(row)) is not None:
+                request.prompt_scores.take(part)
+        self._take_tokens(result, done)
+        for row in done.full:  # those that were to sample no token are here still
+            if (request := self.ledger.in_row(row)) is not None:
+                self._end(result, request, FinishReason.LENGTH, in_context=False)
+        for failed in done.failed:
+            if (request := self.ledger.in_row(failed.row)) is not None:
+                failure = Failure(code="RequestFailed", message=failed.message)
+                self._end(result, request, FinishReason.ERROR, failure=failure, in_context=False)
+        return result
+
+    # Before a step: who asks for what
+
+    def _known_device(self) -> DeviceReady:
+        assert self.device is not None, "nothing is scheduled before the device is ready"
+        return self.device
+
+    def _in_want(self) -> list[Request]:
+        """Decoding rows without room for their next token, oldest first."""
+        full = [self.ledger.in_row(row) for row in self._full]
+        wanting = [request for request in full if request is not None]
+        return sorted([*self._starved, *wanting], key=_order)
+
+    def _propose(self, request: Request, num_tokens: int) -> BlockRequest:
+        row = request.row
+        assert row is not None
+        self._proposed[row] = Proposal(request=request, num_tokens=num_tokens, had_row=row)
+        count = 1
+        if request is self._prefilling:
+            end = request.length + num_tokens
+            count = blocks_for(end, self._known_device().block_tokens) - request.blocks
+        return BlockRequest(row=row, count=count)
+
+    def _propose_admissions(self, budget: int) -> list[PrefixRequest]:
+        admit: list[PrefixRequest] = []
+        if not self._may_admit():
+            return admit
+        places = self._known_device().max_rows - self.ledger.num_rows
+        in_parts = self._prefilling is not None and self._unfinished_after_chunk(self._prefilling)
+        for request in self._waiting[: min(places, LOOK_AHEAD) if self._denied else places]:
+            request.target = len(request.prompt) + len(request.output)
+            chunk = self._chunk(request, budget)
+            if chunk <= 0 or (admit and _is_suspect(request)):
+                break
+            if chunk < request.target and in_parts:
+                continue  # one prompt at a time is prefilled in parts; a shorter one may fit
+            in_parts |= chunk < request.target
+            admit.append(self._propose_new(request, chunk))
+            budget -= chunk
+            if _is_suspect(request):
+                break
+        return admit
+
+    def _may_admit(self) -> bool:
+        if not self.admitting or not self._waiting or self._starved:
+            return False
+        return self._suspect is None or not _is_suspect(self._suspect)
+
+    def _propose_new(self, request: Request, chunk: int) -> PrefixRequest:
+        """Propose a row for a waiting request; how much of it is cached is not known yet."""
+        row = next(self._row_ids)
+        self._proposed[row] = Proposal(request=request, num_tokens=chunk, had_row=None)
+        hashes: list[BlockHash] = []
+        if self._prefix_caching and not request.prompt_scores.missing:
+            block_tokens = self._known_device().block_tokens
+            # One token at least is left to compute: the next is sampled from its logits.
+            hashes = request.hashes_of((request.target - 1) // block_tokens, block_tokens)
+        return PrefixRequest(
+            row=row,
+            prompt_tokens=request.target,
+            chunk_tokens=chunk,
+            hashes=tuple(hashes),
+            may_be_overtaken=_may_be_overtaken(request),
+        )
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        limit = self._prefill_chunk_tokens or budget
+        return min(request.target - request.length, budget, limit)
+
+    def _unfinished_after_chunk(self, request: Request) -> bool:
+        assert request.row is not None
+        proposed = self._proposed.get(request.row)
+        return proposed is None or request.length + proposed.num_tokens < request.target
+
+    # The step: who got what
+
+    def _admit(
+        self, proposal: Proposal, row: RowId, num_cached: int, blocks: tuple[int, ...]
+    ) -> Admit:
+        """Make a row of a waiting request, the first blocks of which hold its prompt already."""
+        request = proposal.request
+        self._waiting.remove(request)
+        self.ledger.admit(request, row)
+        request.note(EventKind.ADMITTED, self._clock())
+        request.overtaken = 0
+        if _is_suspect(request):
+            self._suspect = request
+        request.blocks, request.shared = len(blocks), num_cached
+        cached_tokens = num_cached * self._known_device().block_tokens
+        if request.cached_tokens is None:
+            request.cached_tokens = min(cached_tokens, len(request.prompt))
+        num_tokens = min(proposal.num_tokens, request.target - cached_tokens)
+        request.length = cached_tokens + num_tokens
+        if request.length < request.target:
+            self._prefilling = request
+        return Admit(
+            row=row,
+            cached_tokens=cached_tokens,
+            prompt=request.tokens.tobytes(),
+            num_tokens=num_tokens,
+            blocks=blocks,
+            sampling=request.sampling(),
+        )
+
+    def _continue(self, proposal: Proposal, row: RowId, blocks: tuple[int, ...]) -> Continue:
+        request = proposal.request
+        request.blocks += len(blocks)
+        request.length += proposal.num_tokens
+        return Continue(row=row, num_tokens=proposal.num_tokens, blocks=blocks)
+
+    def _feed(self, request: Request, row: RowId, run: int) -> None:
+        """Give a decoding row the block it wants from this run on."""
+        if request.phase is Phase.STARVED:
+            request.phase = Phase.DECODING
+            request.ends_with += run - request.starved_at
+            request.note(EventKind.RESUMED, self._clock())
+            self._starved.remove(request)
+        length = request.blocks * self._known_device().block_tokens + 1
+        request.blocks += 1
+        self._timeline.decodes(row, after=run, length=length, ends_with=request.ends_with)
+
+    def _go_without(self, request: Request, run: int) -> None:
+        """A row that asked got nothing; one that decodes waits from this run on."""
+        if request.phase is Phase.DECODING:
+            request.phase = Phase.STARVED
+            request.starved_at = run
+            request.note(EventKind.PAUSED, self._clock())
+            self._starved.append(request)
+
+    def _decode_from_next(self, row: RowId, run: int) -> None:
+        """A row whose prompt is cached to its end with this run decodes from the next one on."""
+        request = self.ledger.in_row(row)
+        assert request is not None
+        if request.length < request.target:
+            return
+        if self._prefilling is request:
+            self._prefilling = None
+        request.phase = Phase.DECODING
+        num_more = request.max_tokens - len(request.output) - 1
+        request.ends_with = run + max(0, num_more)
+        self._timeline.decodes(row, after=run, length=request.target, ends_with=request.ends_with)
+
+    def _count_overtaken(self, standing: dict[RowId, Proposal], granted: BlocksGranted) -> None:
+        """See who did not fit, and who of them was overtaken by somebody who did."""
+        asked = [row for row, proposal in standing.items() if proposal.had_row is None]
+        fitted = [index for index, row in enumerate(asked) if row in granted.blocks]
+        self._denied = len(fitted) + len(granted.deferred) < len(asked)
+        for row in asked[: fitted[-1]] if fitted else ():
+            if row not in granted.blocks and row not in granted.deferred:
+                standing[row].request.overtaken += 1
+
+    def _evict_beyond_limit(self) -> list[RowId]:
+        """Evict the newest of those that wait for a block while they hold more than they may."""
+        evicted: list[RowId] = []
+        while self._paused_limit is not None and self._starved:
+            if sum(request.blocks for request in self._starved) <= self._paused_limit:
+                break
+            evicted.append(self._requeue(max(self._starved, key=_order)))
+        return evicted
+
+    def _any_decodes_in(self, run: int) -> bool:
+        """Whether any row feeds a token in this run, as far as is known."""
+        return any(
+            request.phase is Phase.DECODING and request.ends_with >= run
+            for request in self.ledger.iter_rows()
+        )
+
+    # After a step
+
+    def _note_computed(self, result: Advanced, flight: Flight, *, failed: set[RowId]) -> None:
+        """Let others find the blocks that a step has filled."""
+        block_tokens = self._known_device().block_tokens
+        filled = [(row, length // block_tokens) for row, length in flight.prefilled.items()]
+        filled += self._timeline.filled(flight.run)
+        if not self._prefix_caching:
+            return
+        for row, num_blocks in filled:
+            request = self.ledger.in_row(row)
+            if request is None or row in failed or num_blocks <= request.shared:
+                continue
+            first, request.shared = request.shared, num_blocks
+            hashes = request.hashes_of(num_blocks, block_tokens)
+            parent = hashes[first - 1] if first else b""
+            new = tuple(hashes[first:])
+            result.computed.append(Computed(row=row, first=first, hashes=new, parent=parent))
+
+    def _take_tokens(self, result: Advanced, done: StepDone) -> None:
+        """Give each row's token to its request, and end the requests whose last it was."""
         ended = dict.fromkeys(done.stopped, FinishReason.STOP)
         ended.update(dict.fromkeys(done.full, FinishReason.LENGTH))
         logprobs: list[float] | list[None] = (
@@ -284,27 +513,23 @@ class SchedulingPolicy:
                 continue
             request.crashes = 0
             if request.first_token_at is None:
-                request.first_token_at = now
+                request.first_token_at = self._clock()
+                request.note(EventKind.FIRST_TOKEN, request.first_token_at)
             top = done.top_logprobs.get(row, ())
             delta = request.take_token(token_id, logprob, top, done.weights_version)
-            if row not in prefilled:
-                request.length += 1
-                self._note_computed(result, request)
-            self._settle(result, request, delta, ended.get(row))
-        for failed in done.failed:
-            request = self.ledger.in_row(failed.row)
-            if request is not None:
-                failure = Failure(code="RequestFailed", message=failed.message)
-                self._end(result, request, FinishReason.ERROR, failure=failure, in_context=False)
-        return result
+            reason = ended.get(row)
+            if request.hit_stop_string:
+                in_context = reason is None
+                self._end(result, request, FinishReason.STOP, last=delta, in_context=in_context)
+            elif reason is not None:
+                self._end(result, request, reason, last=delta, in_context=False)
+            else:
+                result.deltas.append(delta)
 
-    # Details of the above.
+    # Requests that leave
 
-    def _known_device(self) -> DeviceReady:
-        assert self.device is not None, "nothing is scheduled before the device is ready"
-        return self.device
-
-    def _suspect(self, result: Advanced, request: Request) -> None:
+    def _blame(self, result: Advanced, request: Request) -> None:
+        """Count a failure of the device against a request that was part of it."""
         request.crashes += 1
         if request.crashes > MAX_RETRIES:
             why = f"the device failed {request.crashes} times while it ran this request"
@@ -318,151 +543,6 @@ class SchedulingPolicy:
             )
         except RequestError as error:
             self._end(result, request, FinishReason.ERROR, failure=Failure.of(error))
-
-    def _in_want(self) -> list[Request]:
-        """Decoding rows without room for their next token, oldest first."""
-        wanting = [request for request in self._full if request.phase is Phase.DECODING]
-        self._full = wanting
-        return sorted([*self._starved, *wanting], key=_order)
-
-    def _propose(self, request: Request, num_tokens: int) -> BlockRequest:
-        row = next(self._row_ids) if request.row is None else request.row
-        self._proposed[row] = Proposal(request=request, num_tokens=num_tokens, had_row=request.row)
-        end = request.length + num_tokens
-        count = blocks_for(end, self._known_device().block_tokens) - request.blocks
-        return BlockRequest(row=row, count=count)
-
-    def _propose_new(self, request: Request, chunk: int) -> PrefixRequest:
-        """Propose a row for a waiting request; how much of it is cached is not known yet."""
-        row = next(self._row_ids)
-        self._proposed[row] = Proposal(request=request, num_tokens=chunk, had_row=None)
-        hashes: list[BlockHash] = []
-        if self._prefix_caching:
-            block_tokens = self._known_device().block_tokens
-            # One token at least is left to compute: the next is sampled from its logits.
-            hashes = request.hashes_of((request.target - 1) // block_tokens, block_tokens)
-        return PrefixRequest(
-            row=row, prompt_tokens=request.target, chunk_tokens=chunk, hashes=tuple(hashes)
-        )
-
-    def _chunk(self, request: Request, budget: int) -> int:
-        limit = self._prefill_chunk_tokens or budget
-        return min(request.target - request.length, budget, limit)
-
-    def _propose_admissions(self, budget: int) -> list[PrefixRequest]:
-        admit: list[PrefixRequest] = []
-        if not self._may_admit():
-            return admit
-        slots = self._known_device().max_rows - self.ledger.num_rows
-        for request in self._waiting[: max(0, slots)]:
-            request.target = len(request.prompt) + len(request.output)
-            chunk = self._chunk(request, budget)
-            if chunk <= 0 or (admit and _is_suspect(request)):
-                break
-            admit.append(self._propose_new(request, chunk))
-            budget -= chunk
-            if chunk < request.target or _is_suspect(request):
-                break  # one prompt at a time is prefilled in parts, one suspect at a time is tried
-        return admit
-
-    def _may_admit(self) -> bool:
-        if not self.admitting or not self._waiting or self._starved:
-            return False
-        if self._prefilling is not None and self._unfinished_after_chunk(self._prefilling):
-            return False
-        return not any(map(_is_suspect, self.ledger.rows()))
-
-    def _unfinished_after_chunk(self, request: Request) -> bool:
-        assert request.row is not None
-        proposed = self._proposed.get(request.row)
-        return proposed is None or request.length + proposed.num_tokens < request.target
-
-    def _admit(
-        self, proposal: Proposal, row: RowId, num_cached: int, blocks: tuple[int, ...]
-    ) -> Admit:
-        """Make a row of a waiting request, the first blocks of which hold its prompt already."""
-        request = proposal.request
-        self._waiting.remove(request)
-        self.ledger.admit(request, row)
-        request.blocks, request.shared = len(blocks), num_cached
-        request.length = num_cached * self._known_device().block_tokens
-        num_tokens = min(proposal.num_tokens, request.target - request.length)
-        proposal.num_tokens = num_tokens
-        if request.length + num_tokens < request.target:
-            self._prefilling = request
-        return Admit(
-            row=row,
-            cached_tokens=request.length,
-            prompt=request.tokens.tobytes(),
-            num_tokens=num_tokens,
-            blocks=blocks,
-            sampling=request.sampling(),
-        )
-
-    def _feed(self, request: Request) -> None:
-        request.blocks += 1
-        if request.phase is Phase.STARVED:
-            request.phase = Phase.DECODING
-            self._starved.remove(request)
-        else:
-            self._full.remove(request)
-
-    def _starve(self, request: Request) -> None:
-        if request.phase is Phase.DECODING:
-            request.phase = Phase.STARVED
-            self._full.remove(request)
-            self._starved.append(request)
-
-    def _count_prefilled(self, result: Advanced, failed: set[RowId]) -> set[RowId]:
-        """Account for the prompt tokens the step put into the cache; returns the rows now whole."""
-        whole = set()
-        for row, proposal in self._proposed.items():
-            request = proposal.request
-            if request.row != row or request.phase is not Phase.PREFILLING:
-                continue
-            request.length += proposal.num_tokens
-            if row not in failed:
-                self._note_computed(result, request)
-            if request.length == request.target:
-                request.phase = Phase.DECODING
-                whole.add(row)
-                if self._prefilling is request:
-                    self._prefilling = None
-        self._proposed = {}
-        return whole
-
-    def _note_computed(self, result: Advanced, request: Request) -> None:
-        """Let others find the blocks that a row has filled by now."""
-        block_tokens = self._known_device().block_tokens
-        first, full = request.shared, request.length // block_tokens
-        if not self._prefix_caching or full <= first:
-            return
-        assert request.row is not None
-        hashes = request.hashes_of(full, block_tokens)
-        request.shared = full
-        result.computed.append(
-            Computed(
-                row=request.row,
-                first=first,
-                hashes=tuple(hashes[first:]),
-                parent=hashes[first - 1] if first else b"",
-            )
-        )
-
-    def _settle(
-        self, result: Advanced, request: Request, delta: Delta, reason: FinishReason | None
-    ) -> None:
-        """Send one token of one row on its way, and end the request if that was its last."""
-        if request.length % self._known_device().block_tokens == 0:
-            self._full.append(request)
-        if reason is None and not request.hit_stop_string:
-            result.deltas.append(delta)
-            return
-        in_context = reason is None
-        if request.hit_stop_string:
-            reason = FinishReason.STOP
-        assert reason is not None
-        self._end(result, request, reason, last=delta, in_context=in_context)
 
     def _end(
         self,
@@ -481,22 +561,25 @@ class SchedulingPolicy:
             if in_context:
                 result.dropped.append(request.row)
             self._leave_lists(request)
-        result.deltas.append(self.ledger.finish(request, reason, failure=failure, last=last))
+        result.deltas.append(
+            self.ledger.finish(request, reason, at=self._clock(), failure=failure, last=last)
+        )
         result.ended.append(request)
 
     def _requeue(self, request: Request) -> RowId:
         self._leave_lists(request)
         row = self.ledger.checkpoint(request)
+        request.note(EventKind.EVICTED, self._clock())
         insort(self._waiting, request, key=_order)
         return row
 
     def _leave_lists(self, request: Request) -> None:
         if self._prefilling is request:
             self._prefilling = None
+        if self._suspect is request:
+            self._suspect = None
         if request.phase is Phase.STARVED:
             self._starved.remove(request)
-        elif request in self._full:
-            self._full.remove(request)
 
 
 def _order(request: Request) -> tuple[int, int]:
@@ -507,9 +590,9 @@ def _is_suspect(request: Request) -> bool:
     return request.crashes >= TRIED_APART
 
 
-def _most_tokens(device: DeviceReady) -> int:
-    """Return how long a sequence may get: the last token sampled is never put into the cache."""
-    return device.num_blocks * device.block_tokens + 1
+def _may_be_overtaken(request: Request) -> bool:
+    """Whether younger ones may go first where it does not fit; not so once it had a row."""
+    return request.overtaken < MAX_OVERTAKEN and request.cached_tokens is None
 
 
 def tokens_of(packed: bytes) -> "array[int]":

@@ -1,12 +1,14 @@
 """The scheduler: owns the requests of a replica and decides, step by step, who runs.
 
 A step is one round: propose to the allocator, plan with what it grants, tell the executor, apply
-its result. At most one round is under way. PAUSE is acknowledged when none is, and then none is
-begun; everything else (new requests, aborts, deadlines) goes on meanwhile.
+its result. One question to the allocator is open at a time, and up to `pipeline_depth` steps are
+at the executor: with 2, it finds the next step in its mailbox when it has finished one. PAUSE is
+acknowledged when nothing is under way, and then nothing is begun; everything else (new requests,
+aborts, deadlines) goes on meanwhile.
 """
 
-import enum
 import secrets
+import time
 from collections.abc import Callable
 
 import trio
@@ -67,14 +69,6 @@ class _DrainOver(Message, frozen=True):
     number: int
 
 
-class _Round(enum.Enum):
-    """What the step round waits for."""
-
-    NONE = enum.auto()
-    BLOCKS = enum.auto()
-    STEP = enum.auto()
-
-
 class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
     """See the module."""
 
@@ -91,9 +85,12 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         replica: str = "replica",
         prefill_chunk_tokens: int | None = None,
         prefix_caching: bool = False,
+        paused_limit: int | None = None,
+        pipeline_depth: int = 1,
         max_queued: int = MAX_QUEUED,
     ) -> None:
         """`text_for` makes the text stream of a request; None when the model has no tokenizer."""
+        self._epoch = time.time() - trio.current_time()
         self._allocator = allocator
         self._executor = executor
         self._out = out
@@ -102,10 +99,14 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         self._replica = replica
         self._max_queued = max_queued
         self._policy = SchedulingPolicy(
-            prefill_chunk_tokens=prefill_chunk_tokens, prefix_caching=prefix_caching
+            prefill_chunk_tokens=prefill_chunk_tokens,
+            prefix_caching=prefix_caching,
+            paused_limit=paused_limit,
+            clock=self._clock,
         )
-        self._round = _Round.NONE
-        self._round_step = 0
+        self._pipeline_depth = pipeline_depth
+        self._asked: int | None = None  # the step the allocator was asked about
+        self._stuck = False  # nothing more can run before a step under way is done
         self._paused = False
         self._draining = False
         self._drains = 0
@@ -135,6 +136,10 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
             case _DrainOver(number=number):
                 await self._abort_running(number)
         await self._go_on()
+
+    def _clock(self) -> float:
+        """Return seconds since 1970, in which nobody can turn back the clock meanwhile."""
+        return self._epoch + trio.current_time()
 
     async def on_start(self) -> None:
         """Begin as the tree is: where that is paused, without a step."""
@@ -172,7 +177,7 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
 
     async def on_suspend(self, verb: Suspend) -> ControlReply | None:
         """Take every row off the device if its memory goes; their outputs stay here."""
-        if self._round is not _Round.NONE or not self._paused:
+        if self._is_busy or not self._paused:
             return ControlReply(verb="suspend", state=self.cell.state, refused="pause first")
         if verb.kv is KVLevel.DROP:
             await self._release(self._policy.checkpoint_all(), dropped=True)
@@ -232,7 +237,7 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
             stop_token_ids=tuple(sorted({*eos, *params.stop_token_ids})),
             order=(message.priority, self._arrivals),
             text=None if self._text_for is None else self._text_for(params),
-            accepted_at=now,
+            accepted_at=self._clock(),
             deadline=float("inf") if message.timeout_s is None else now + message.timeout_s,
         )
         request.restore_output(delivered)
@@ -272,23 +277,36 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
             await self._finish(request.request_id, FinishReason.ABORT)
 
     async def _meet_device(self, device: DeviceReady) -> None:
-        in_flight = self._round is _Round.STEP
-        self._round = _Round.NONE
+        self._asked = None
+        self._stuck = False
         self._free_blocks = device.num_blocks
-        await self._apply(self._policy.device_ready(device, in_flight=in_flight))
+        await self._apply(self._policy.device_ready(device))
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._asked is not None or self._policy.in_flight > 0
 
     async def _go_on(self) -> None:
         """Begin a round if one is due, and say so if a pause has been reached."""
         if self._draining and self._policy.ledger.num_rows == 0:
             self._paused = True
-        if self._round is not _Round.NONE:
-            return
         if self._paused:
-            while self._pausing:
-                verb, reply = self._pausing.pop()
-                reply.send(self.ack(verb, requests=len(self._policy.ledger)))
-        elif self._policy.device is not None and self._policy.has_work:
+            if not self._is_busy:
+                self._acknowledge_pauses()
+        elif self._may_begin:
             await self._propose()
+
+    @property
+    def _may_begin(self) -> bool:
+        policy = self._policy
+        if policy.device is None or self._asked is not None or self._stuck:
+            return False
+        return policy.in_flight < self._pipeline_depth and policy.has_work
+
+    def _acknowledge_pauses(self) -> None:
+        while self._pausing:
+            verb, reply = self._pausing.pop()
+            reply.send(self.ack(verb, requests=len(self._policy.ledger)))
 
     def _refuse_pauses(self) -> None:
         while self._pausing:
@@ -299,32 +317,34 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
 
     async def _propose(self) -> None:
         question = self._policy.propose()
-        self._round, self._round_step = _Round.BLOCKS, question.step
+        self._asked = question.step
         await self._allocator.tell(question)
 
     async def _plan(self, granted: BlocksGranted) -> None:
-        if self._round is not _Round.BLOCKS or granted.step != self._round_step:
+        if granted.step != self._asked:
             # An answer to a question from before the device was replaced.
             await self._release(list(granted.blocks), dropped=False)
             return
+        self._asked = None
         self._free_blocks = granted.free
         planned = self._policy.plan(granted)
         await self._release(planned.unused, dropped=False)
+        await self._release(planned.evicted, dropped=True)
         if planned.step is not None:
-            self._round = _Round.STEP
             await self._executor.tell(planned.step)
-            return
-        self._round = _Round.NONE
-        evicted = self._policy.evict()
-        if evicted is not None:
-            await self._release([evicted], dropped=True)
+        elif self._policy.in_flight:
+            self._stuck = True  # rows may end with it, and leave their blocks
+        else:
+            evicted = self._policy.evict()
+            if evicted is not None:
+                await self._release([evicted], dropped=True)
 
     async def _advance(self, done: StepDone) -> None:
-        if self._round is not _Round.STEP or done.step != self._round_step:
-            return
-        self._round = _Round.NONE
+        if not self._policy.is_next(done):
+            return  # from before the device was replaced
+        self._stuck = False
         self._steps += 1
-        result = self._policy.advance(done, trio.current_time())
+        result = self._policy.advance(done)
         if result.computed:
             # Before the blocks of rows that ended are given back: what nobody holds is not cached.
             await self._allocator.tell(CacheBlocks(computed=tuple(result.computed)))
@@ -337,10 +357,9 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         await self._release(result.dropped, dropped=True)
         if result.deltas:
             await self._out.tell(TokensOut(deltas=tuple(result.deltas)))
-        now = trio.current_time()
         for request in result.ended:
             self._cancel_timer(request.request_id)
-            await self._report_end(request, now)
+            await self._report_end(request, self._clock())
 
     async def _release(self, rows: list[RowId], *, dropped: bool) -> None:
         """Give blocks back; `dropped` rows are still in the device's context."""

@@ -74,9 +74,15 @@ class ScriptedRunner:
         )
         self._rows: dict[RowId, _Row] = {}
         self._cache: dict[int, list[int]] = {}
+        self._left: set[RowId] = set()  # with the last step
         self.loaded = False
         self.allocated = False
         self.steps = 0
+
+    @property
+    def rows(self) -> list[RowId]:
+        """The rows that are here, in the order in which they came."""
+        return list(self._rows)
 
     def load(self) -> None:
         """Pretend to load."""
@@ -119,12 +125,15 @@ class ScriptedRunner:
         prefilled: set[RowId] = set()
         num_tokens = self._admit(step, prefilled)
         for chunk in step.continues:
+            if chunk.row in self._left:
+                continue
             self._rows[chunk.row].blocks += chunk.blocks
             self._rows[chunk.row].feed(chunk.num_tokens)
             num_tokens += chunk.num_tokens
             prefilled.add(chunk.row)
         for grant in step.grants:
-            self._rows[grant.row].blocks.append(grant.block)
+            if grant.row not in self._left:
+                self._rows[grant.row].blocks.append(grant.block)
         return self._sample(step.step, prefilled, num_tokens)
 
     def _admit(self, step: RunStep, prefilled: set[RowId]) -> int:
@@ -146,6 +155,9 @@ class ScriptedRunner:
                 num_tokens += 1
             if row.length < row.target:
                 continue
+            if row.sampling.max_tokens == 0:
+                full.append(row_id)
+                continue
             token = self._next_token(row.tokens)
             row.tokens.append(token)
             row.position += 1
@@ -156,6 +168,7 @@ class ScriptedRunner:
                 stopped.append(row_id)
             elif row.position >= sampling.max_tokens:
                 full.append(row_id)
+        self._left = {*stopped, *full}
         self.drop((*stopped, *full))
         assert num_tokens <= self._room.max_step_tokens, "more tokens than a step may feed"
         return StepDone(

@@ -17,13 +17,15 @@ class PrefixRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     """The blocks of a new row: those of its prompt that are cached, then those of its chunk.
 
     `hashes` are of the prompt's full blocks, in order. The chunk is `chunk_tokens` long, or what is
-    left of `prompt_tokens` behind the cached ones, if that is less.
+    left of `prompt_tokens` behind the cached ones, if that is less. When a row that must not be
+    overtaken does not fit, none behind it is served.
     """
 
     row: RowId
     prompt_tokens: int
     chunk_tokens: int
     hashes: tuple[bytes, ...] = ()
+    may_be_overtaken: bool = True
 
 
 class ReserveBlocks(Message, frozen=True):

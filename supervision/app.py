@@ -104,6 +104,10 @@ def replica(
                     replica=name,
                     prefill_chunk_tokens=settings.prefill_chunk_tokens or None,
                     prefix_caching=settings.prefix_caching,
+                    paused_limit=(
+                        None if settings.paused_limit_blocks < 0 else settings.paused_limit_blocks
+                    ),
+                    pipeline_depth=settings.pipeline_depth,
                 ),
             ),
             spec("device", device, SUPERVISOR_SHUTDOWN_S),

@@ -31,6 +31,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_step_tokens: int = 512  # tokens a forward pass may feed
     prefill_chunk_tokens: int = 0  # longest piece of a prompt a step; 0 is what there is room for
     prefix_caching: bool = True  # share the KV blocks of equal beginnings of prompts
+    paused_limit_blocks: int = -1  # KV blocks that waiting rows may hold; -1 is all of them
+    pipeline_depth: int = 1  # steps given to the device before the first of them is done, 1 or 2
     max_model_len: int = 0  # tokens of a sequence, prompt and output; 0 is the model's own limit
     start_timeout_s: float = 600.0
     log_level: str = "warning"
@@ -109,6 +111,8 @@ def _check_ranges(settings: Settings) -> None:
         ("max_step_tokens", 1, 2**20),
         ("prefill_chunk_tokens", 0, 2**20),
         ("max_model_len", 0, 2**24),
+        ("paused_limit_blocks", -1, 2**31 - 1),
+        ("pipeline_depth", 1, 2),
         ("start_timeout_s", 1e-3, 1e6),
     ):
         value = getattr(settings, name)

@@ -64,10 +64,10 @@ class Caller:
         await self._ref.tell(message)
         await wait_all_tasks_blocked()
 
-    async def ask_for(self, request: PrefixRequest) -> BlocksGranted:
-        """Ask for the blocks of one new row."""
+    async def ask_for(self, *requests: PrefixRequest) -> BlocksGranted:
+        """Ask for the blocks of new rows."""
         self._step += 1
-        await self.tell(ReserveBlocks(step=self._step, admit=(request,)))
+        await self.tell(ReserveBlocks(step=self._step, admit=requests))
         letter = self._answers.take_nowait()
         assert letter is not None
         assert isinstance(letter.message, BlocksGranted)
@@ -138,9 +138,20 @@ async def test_each_growing_row_that_fits_is_served() -> None:
         assert await caller.granted(grow={1: 2, 2: 2, 3: 1}) == {1: 2, 3: 1}
 
 
-async def test_no_row_is_admitted_behind_one_that_does_not_fit() -> None:
+async def test_a_row_that_does_not_fit_is_overtaken_by_one_that_does() -> None:
     async with allocator(num_blocks=4) as caller:
-        assert await caller.granted(admit={1: 2, 2: 3, 3: 1}) == {1: 2}
+        assert await caller.granted(admit={1: 2, 2: 3, 3: 1}) == {1: 2, 3: 1}
+
+
+async def test_a_row_that_keeps_its_place_holds_up_those_behind_it() -> None:
+    async with allocator(num_blocks=4) as caller:
+        admit = [
+            PrefixRequest(row=1, prompt_tokens=8, chunk_tokens=8),
+            PrefixRequest(row=2, prompt_tokens=12, chunk_tokens=12, may_be_overtaken=False),
+            PrefixRequest(row=3, prompt_tokens=4, chunk_tokens=4),
+        ]
+        granted = await caller.ask_for(*admit)
+        assert set(granted.blocks) == {1}
 
 
 async def test_no_row_is_admitted_when_a_growing_one_got_nothing() -> None:
@@ -295,3 +306,41 @@ async def test_a_row_that_is_gone_registers_nothing() -> None:
         )
         request = PrefixRequest(row=2, prompt_tokens=9, chunk_tokens=9, hashes=hashes(range(8)))
         assert (await caller.ask_for(request)).cached == {}
+
+
+async def test_a_row_waits_for_blocks_that_another_is_about_to_compute() -> None:
+    async with allocator(num_blocks=8) as caller:
+        first = PrefixRequest(row=1, prompt_tokens=9, chunk_tokens=9, hashes=hashes(range(9)))
+        second = PrefixRequest(row=2, prompt_tokens=9, chunk_tokens=9, hashes=hashes(range(9)))
+        granted = await caller.ask_for(first, second)
+        assert (set(granted.blocks), granted.deferred) == ({1}, (2,))
+        granted = await caller.ask_for(second)
+        assert granted.deferred == (2,)
+        await caller.tell(
+            CacheBlocks(computed=(Computed(row=1, first=0, hashes=hashes(range(9)), parent=b""),))
+        )
+        granted = await caller.ask_for(second)
+        assert granted.cached == {2: 2}
+
+
+async def test_nobody_waits_for_blocks_of_a_row_that_is_gone() -> None:
+    async with allocator(num_blocks=8) as caller:
+        first = PrefixRequest(row=1, prompt_tokens=9, chunk_tokens=9, hashes=hashes(range(9)))
+        await caller.ask_for(first)
+        await caller.release(1)
+        second = PrefixRequest(row=2, prompt_tokens=9, chunk_tokens=9, hashes=hashes(range(9)))
+        granted = await caller.ask_for(second)
+        assert (set(granted.blocks), granted.deferred) == ({2}, ())
+
+
+async def test_a_row_waits_only_for_the_first_block_it_misses() -> None:
+    async with allocator(num_blocks=12) as caller:
+        first = PrefixRequest(row=1, prompt_tokens=9, chunk_tokens=9, hashes=hashes(range(9)))
+        await caller.ask_for(first)
+        await caller.tell(
+            CacheBlocks(computed=(Computed(row=1, first=0, hashes=hashes(range(9)), parent=b""),))
+        )
+        granted = await caller.ask_for(
+            PrefixRequest(row=2, prompt_tokens=13, chunk_tokens=13, hashes=hashes(range(13)))
+        )
+        assert granted.cached == {2: 2}

@@ -147,7 +147,7 @@ def test_a_terminal_delta_says_the_text_that_was_held_back() -> None:
     ledger, request = Ledger(), a_request(text=Words())
     ledger.add(request)
     take(request, 5, 6)
-    delta = ledger.finish(request, FinishReason.ABORT)
+    delta = ledger.finish(request, FinishReason.ABORT, at=5.0)
     assert (delta.start, delta.token_ids, delta.text) == (2, b"", "<6>")
     assert delta.finish is FinishReason.ABORT
 
@@ -156,7 +156,7 @@ def test_a_terminal_delta_carries_the_last_token() -> None:
     ledger, request = Ledger(), a_request(text=Words())
     ledger.add(request)
     deltas = take(request, 5, 6)
-    delta = ledger.finish(request, FinishReason.LENGTH, last=deltas[-1])
+    delta = ledger.finish(request, FinishReason.LENGTH, last=deltas[-1], at=5.0)
     assert (delta.start, delta.token_ids, delta.text) == (1, pack_ids((6,)), "<5><6>")
 
 
@@ -165,7 +165,7 @@ def test_nothing_is_said_behind_a_stop_string() -> None:
     ledger.add(request)
     deltas = take(request, 5, 6)
     assert request.hit_stop_string
-    delta = ledger.finish(request, FinishReason.STOP, last=deltas[-1])
+    delta = ledger.finish(request, FinishReason.STOP, last=deltas[-1], at=5.0)
     assert delta.text == "<5>"
 
 
@@ -173,14 +173,14 @@ def test_a_terminal_delta_says_why_a_request_failed() -> None:
     ledger, request = Ledger(), a_request()
     ledger.add(request)
     failure = Failure(code="RequestFailed", message="no reason")
-    assert ledger.finish(request, FinishReason.ERROR, failure=failure).failure == failure
+    assert ledger.finish(request, FinishReason.ERROR, failure=failure, at=5.0).failure == failure
 
 
 def test_a_finished_request_is_in_no_list_any_more() -> None:
     ledger, request = Ledger(), a_request()
     ledger.add(request)
     ledger.admit(request, 41)
-    ledger.finish(request, FinishReason.STOP)
+    ledger.finish(request, FinishReason.STOP, at=5.0)
     assert request.phase is Phase.DONE
     assert (len(ledger), ledger.num_rows, ledger.rows(), list(ledger)) == (0, 0, [], [])
     assert "a" not in ledger
@@ -191,9 +191,9 @@ def test_a_finished_request_is_in_no_list_any_more() -> None:
 def test_a_request_cannot_end_twice() -> None:
     ledger, request = Ledger(), a_request()
     ledger.add(request)
-    ledger.finish(request, FinishReason.STOP)
+    ledger.finish(request, FinishReason.STOP, at=5.0)
     with pytest.raises(AssertionError, match="a ended twice"):
-        ledger.finish(request, FinishReason.ABORT)
+        ledger.finish(request, FinishReason.ABORT, at=5.0)
 
 
 def test_an_id_in_use_cannot_be_added() -> None:

@@ -1,7 +1,9 @@
 """The policy beside a real block pool and a device that is as strict about blocks as a real one."""
 
+import contextlib
+import random
 from array import array
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -12,16 +14,23 @@ from hypothesis.strategies import DataObject, booleans, data, integers, lists, n
 
 from callboard.actors.kv_allocator import KVAllocator
 from callboard.actors.ledger import Phase, Request
-from callboard.actors.policy import MAX_RETRIES, Advanced, SchedulingPolicy
+from callboard.actors.policy import (
+    LOOK_AHEAD,
+    MAX_OVERTAKEN,
+    MAX_RETRIES,
+    Advanced,
+    SchedulingPolicy,
+)
+from callboard.actors.prompt_scores import PromptScores
 from callboard.actors.testing import ScriptedRunner
 from callboard.messages.base import Call, Message, unpack_ids
 from callboard.messages.blocks import BlocksGranted, CacheBlocks, ReleaseBlocks, ReserveBlocks
 from callboard.messages.errors import RequestError
-from callboard.messages.requests import Delta, FinishReason
+from callboard.messages.requests import Delta, FinishReason, Usage
 from callboard.messages.sampling import SamplingParams
 from callboard.messages.steps import Admit, DeviceReady, RowFailure, RowId, RunStep, StepDone
 
-EOS = 13
+STOPS = tuple(range(0, 97, 7))  # a token in seven ends a request
 
 
 def next_token(tokens: list[int]) -> int:
@@ -76,6 +85,7 @@ class Replica:
         max_model_len: int = 200,
         chunk: int | None = None,
         prefix_caching: bool = False,
+        paused_limit: int | None = None,
     ) -> None:
         self.limits = {
             "num_blocks": num_blocks,
@@ -84,23 +94,33 @@ class Replica:
             "max_step_tokens": max_step_tokens,
             "max_model_len": max_model_len,
         }
-        self.policy = SchedulingPolicy(prefill_chunk_tokens=chunk, prefix_caching=prefix_caching)
+        self.policy = SchedulingPolicy(
+            prefill_chunk_tokens=chunk, prefix_caching=prefix_caching, paused_limit=paused_limit
+        )
         self.answers = Answers()
         self.allocator = KVAllocator(self.answers)
+        self.mail: deque[RunStep | tuple[RowId, ...]] = deque()  # steps, and rows to drop
         self.output: defaultdict[str, list[int]] = defaultdict(list)
         self.ends: dict[str, Delta] = {}
         self.arrivals = 0
         self.runner: ScriptedRunner
         self.restart()
 
-    def restart(self, *, in_flight: bool = False) -> Advanced:
-        """Put a new device in place of the old one, as a crash and its repair do."""
+    def crash(self) -> Advanced:
+        """Have the device fail of a step, and put a new one in its place."""
+        if not self.policy.in_flight:
+            self.plan()
+        return self.restart()
+
+    def restart(self) -> Advanced:
+        """Put a new device in place of the old one."""
         self.runner = ScriptedRunner(next_token, **self.limits)
         self.runner.load()
         self.runner.allocate()
+        self.mail.clear()
         device = self.runner.room()
         run(self.allocator.receive(device))
-        return self.apply(self.policy.device_ready(device, in_flight=in_flight))
+        return self.apply(self.policy.device_ready(device))
 
     def add(
         self,
@@ -138,9 +158,13 @@ class Replica:
 
     def plan(self) -> RunStep | None:
         """Plan a step; without one, evict."""
-        planned = self.policy.plan(self.reserve(self.policy.propose()))
+        return self.plan_with(self.reserve(self.policy.propose()))
+
+    def plan_with(self, granted: BlocksGranted) -> RunStep | None:
+        planned = self.policy.plan(granted)
         self.release(planned.unused)
-        if planned.step is None:
+        self.drop(planned.evicted)
+        if planned.step is None and not self.policy.in_flight:
             evicted = self.policy.evict()
             if evicted is not None:
                 self.drop([evicted])
@@ -154,13 +178,27 @@ class Replica:
         return step
 
     def finish_step(self, done: StepDone) -> Advanced:
-        result = self.policy.advance(done, now=0.0)
+        result = self.policy.advance(done)
         run(self.allocator.receive(CacheBlocks(computed=tuple(result.computed))))
         return self.apply(result)
 
     def drop(self, rows: Sequence[RowId]) -> None:
-        self.runner.drop(tuple(rows))
+        self.tell_device(tuple(rows))
         self.release(rows)
+
+    def tell_device(self, message: RunStep | tuple[RowId, ...]) -> None:
+        """Drops are obeyed at once where no step is before them."""
+        self.mail.append(message)
+        while self.mail and isinstance(self.mail[0], tuple):
+            self.read_mail()
+
+    def read_mail(self) -> StepDone | None:
+        """Have the device obey the oldest message; returns the result of a step."""
+        message = self.mail.popleft()
+        if isinstance(message, RunStep):
+            return self.runner.execute(message)
+        self.runner.drop(message)
+        return None
 
     def abort(self, request_id: str) -> None:
         request = self.policy.ledger.get(request_id)
@@ -168,7 +206,7 @@ class Replica:
         self.apply(self.policy.finish(request, FinishReason.ABORT))
 
     def apply(self, result: Advanced) -> Advanced:
-        self.runner.drop(tuple(result.dropped))
+        self.tell_device(tuple(result.dropped))
         self.release(result.gone)
         for delta in result.deltas:
             self.take(delta)
@@ -317,15 +355,25 @@ def test_a_prompt_longer_than_a_step_is_prefilled_in_parts() -> None:
 def test_a_chunk_is_no_longer_than_the_limit() -> None:
     replica = Replica(chunk=4)
     replica.add("a", prompt=10)
-    replica.add("b", prompt=3)
-    first, second, third = (replica.step() for _ in range(3))
+    steps = [replica.step() for _ in range(3)]
+    assert [step.admits[0].num_tokens for step in steps[:1] if step] == [4]
+    assert [step.continues[0].num_tokens for step in steps[1:] if step] == [4, 2]
+
+
+def test_one_prompt_at_a_time_is_prefilled_in_parts_and_shorter_ones_beside_it() -> None:
+    replica = Replica(chunk=4)
+    replica.add("a", prompt=10)
+    replica.add("b", prompt=5)
+    replica.add("c", prompt=3)
+    first = replica.step()
     assert first is not None
-    assert [admit.num_tokens for admit in first.admits] == [4]
-    assert second is not None
-    assert (len(second.admits), second.continues[0].num_tokens) == (0, 4)
+    assert [admit.num_tokens for admit in first.admits] == [4, 3]
+    assert replica.phases()["b"] is Phase.WAITING
+    replica.step()
+    third = replica.step()
     assert third is not None
     assert third.continues[0].num_tokens == 2
-    assert [admit.num_tokens for admit in third.admits] == [3]  # the last part leaves room
+    assert [admit.num_tokens for admit in third.admits] == [4]  # the last part makes place for it
 
 
 def test_only_one_prompt_at_a_time_is_prefilled_in_parts() -> None:
@@ -371,16 +419,42 @@ def test_requests_are_admitted_by_priority_then_by_age() -> None:
     assert list(replica.ends) == ["urgent", "first", "second", "late"]
 
 
-def test_nobody_overtakes_an_older_request_that_does_not_fit() -> None:
+def test_a_request_that_does_not_fit_is_overtaken_by_a_smaller_one() -> None:
     replica = Replica(num_blocks=4, block_tokens=4)
     replica.add("running", prompt=7, max_tokens=4)
     replica.step()
     replica.add("big", prompt=11, max_tokens=2)
     replica.add("small", prompt=1, max_tokens=2)
     replica.step()
-    assert replica.phases()["small"] is Phase.WAITING
+    assert replica.phases()["big"] is Phase.WAITING
+    assert replica.phases()["small"] is Phase.DECODING
     replica.drain()
-    assert next(iter(replica.ends)) == "running"
+    assert replica.output["big"] == alone(range(1, 12), 2)
+
+
+def test_a_request_is_overtaken_in_so_many_steps_and_then_keeps_its_place() -> None:
+    replica = Replica(num_blocks=6, block_tokens=4, max_rows=30)
+    replica.add("running", prompt=5, max_tokens=16)
+    replica.step()
+    replica.add("big", prompt=21, max_tokens=2)  # all six blocks
+    for index in range(2 * MAX_OVERTAKEN):
+        replica.add(f"small{index}", prompt=1, max_tokens=1)
+        replica.step()
+    assert set(replica.ends) == {f"small{index}" for index in range(MAX_OVERTAKEN)} | {"running"}
+    replica.drain()
+    assert list(replica.ends)[MAX_OVERTAKEN + 1] == "big"
+    assert len(replica.ends) == 2 * MAX_OVERTAKEN + 2
+
+
+def test_while_the_pool_is_short_only_the_first_in_line_are_tried() -> None:
+    replica = Replica(num_blocks=4, block_tokens=4, max_rows=100, max_step_tokens=400)
+    replica.add("running", prompt=7, max_tokens=4)
+    replica.step()
+    for index in range(30):
+        replica.add(f"big{index}", prompt=11, max_tokens=2)
+    assert len(replica.policy.propose().admit) == 30
+    replica.step()
+    assert len(replica.policy.propose().admit) == LOOK_AHEAD
 
 
 def test_there_is_work_while_there_are_rows_or_requests_to_admit() -> None:
@@ -739,7 +813,7 @@ def test_a_step_names_the_life_of_the_device_it_is_for() -> None:
     device = DeviceReady(
         block_tokens=4, num_blocks=9, max_rows=2, max_step_tokens=8, max_model_len=20, life=5
     )
-    policy.device_ready(device, in_flight=False)
+    policy.device_ready(device)
     policy.add(Replica().add("a"))
     question = policy.propose()
     granted = BlocksGranted(step=1, blocks={question.admit[0].row: (0,)}, free=8)
@@ -750,10 +824,10 @@ def test_a_step_names_the_life_of_the_device_it_is_for() -> None:
 
 def test_only_rows_that_ran_when_the_device_failed_are_suspects() -> None:
     replica = starved_pair()
-    replica.restart(in_flight=True)
+    replica.crash()
     crashes = {request.request_id: request.crashes for request in replica.policy.ledger}
     assert sorted(crashes.values()) == [0, 1]
-    replica.restart(in_flight=False)
+    replica.restart()
     assert crashes == {request.request_id: request.crashes for request in replica.policy.ledger}
 
 
@@ -768,7 +842,7 @@ class Poisonous(Replica):
                 continue
             if any(request.prompt[0] == 66 for request in self.policy.ledger.rows()):
                 crashes += 1
-                self.restart(in_flight=True)
+                self.crash()
             else:
                 self.finish_step(self.runner.execute(step))
         return crashes
@@ -805,7 +879,7 @@ def test_a_token_clears_a_request_of_suspicion() -> None:
     request = replica.add("a", max_tokens=50)
     for _ in range(3 * MAX_RETRIES):
         replica.step()
-        replica.restart(in_flight=True)
+        replica.crash()
         assert request.crashes == 1
     replica.drain()
     assert replica.output["a"] == alone((1, 2, 3), 50)
@@ -816,7 +890,7 @@ def test_a_prompt_prefilled_in_parts_is_not_cleared_by_the_first_of_them() -> No
     replica.add("a", prompt=20)
     for _ in range(MAX_RETRIES + 1):
         replica.step()  # one part goes well, the next does not
-        replica.restart(in_flight=True)
+        replica.crash()
     assert replica.ends["a"].finish is FinishReason.ERROR
 
 
@@ -824,8 +898,7 @@ def test_after_one_failure_everybody_is_admitted_at_once_again() -> None:
     replica = Replica()
     for name in "abcd":
         replica.add(name)
-    replica.plan()
-    replica.restart(in_flight=True)
+    replica.crash()
     step = replica.step()
     assert step is not None
     assert len(step.admits) == 4
@@ -837,7 +910,7 @@ def test_who_was_part_of_several_failures_is_admitted_with_no_other_new_row() ->
         replica.add(name, max_tokens=9)
     for _ in range(2):
         replica.plan()
-        replica.restart(in_flight=True)
+        replica.crash()
     replica.add("fresh", max_tokens=9)
     admitted = []
     for _ in range(4):
@@ -854,7 +927,7 @@ def test_a_suspect_does_not_join_others_that_are_admitted_before_it() -> None:
     replica.add("suspect", max_tokens=9)
     for _ in range(2):
         replica.plan()
-        replica.restart(in_flight=True)
+        replica.crash()
     replica.add("urgent", max_tokens=9, priority=-1)
     replica.step()
     assert replica.phases() == {"suspect": Phase.WAITING, "urgent": Phase.DECODING}
@@ -867,7 +940,7 @@ def test_nothing_is_admitted_behind_a_suspect_whose_prompt_has_further_parts() -
     replica.add("long", prompt=12)
     for _ in range(2):
         replica.plan()
-        replica.restart(in_flight=True)
+        replica.crash()
     replica.add("fresh", prompt=1)
     for _ in range(2):
         replica.step()  # there is room for the other beside the last part
@@ -983,6 +1056,286 @@ def test_a_row_that_failed_shares_nothing_of_the_step_it_failed_in() -> None:
     assert replica.allocator.details()["blocks_cached"] == 0
 
 
+# Two steps under way at once.
+
+
+def two_under_way(replica: Replica) -> tuple[RunStep, RunStep]:
+    """Plan two steps before the first is run."""
+    steps = (replica.plan(), replica.plan())
+    for step in steps:
+        assert step is not None
+        replica.tell_device(step)
+    first, second = steps
+    assert first is not None
+    assert second is not None
+    return first, second
+
+
+def run_one(replica: Replica) -> StepDone:
+    """Have the device obey its mail up to the end of a step, and advance."""
+    done = None
+    while done is None:
+        done = replica.read_mail()
+    replica.finish_step(done)
+    return done
+
+
+def test_a_step_can_be_planned_before_the_one_ahead_is_done() -> None:
+    replica = Replica(block_tokens=4)
+    replica.add("a", prompt=3, max_tokens=8)
+    replica.add("b", prompt=6, max_tokens=2)
+    while replica.policy.has_work:
+        two_under_way(replica)
+        assert replica.policy.in_flight == 2
+        run_one(replica)
+        run_one(replica)
+    assert replica.output == {"a": alone((1, 2, 3), 8), "b": alone(range(1, 7), 2)}
+
+
+def test_a_block_for_a_row_that_ended_in_the_step_before_comes_back() -> None:
+    replica = Replica(block_tokens=4)
+    replica.add("a", prompt=4, max_tokens=9, stops=(alone(range(1, 5), 1)[0],))
+    first, second = two_under_way(replica)
+    assert [grant.row for grant in second.grants] == [first.admits[0].row]
+    run_one(replica)
+    assert replica.ends["a"].finish is FinishReason.STOP
+    assert replica.free == 64
+    assert run_one(replica).rows == ()
+    assert replica.free == 64
+
+
+def test_no_block_is_asked_for_a_token_that_will_not_be_computed() -> None:
+    replica = Replica(block_tokens=4)
+    replica.add("a", prompt=4, max_tokens=1)
+    replica.plan()
+    assert replica.policy.propose().grow == ()
+
+
+def test_no_step_is_planned_for_rows_that_all_end_with_the_one_under_way() -> None:
+    replica = Replica()
+    replica.add("a", prompt=3, max_tokens=1)
+    assert replica.plan() is not None
+    assert replica.plan() is None
+    assert replica.policy.in_flight == 1
+
+
+def test_an_abort_takes_effect_though_two_steps_of_the_row_are_under_way() -> None:
+    replica = Replica()
+    replica.add("a", max_tokens=9)
+    replica.add("b", max_tokens=9)
+    two_under_way(replica)
+    replica.abort("a")
+    for _ in range(2):
+        run_one(replica)
+    assert replica.output["a"] == []
+    assert replica.output["b"] == alone((1, 2, 3), 2)
+    replica.drain()
+    assert replica.free == 64
+
+
+def test_blocks_of_an_aborted_row_go_to_others_behind_the_steps_that_still_use_them() -> None:
+    replica = Replica(num_blocks=2, block_tokens=4)
+    replica.add("a", prompt=5, max_tokens=3)
+    two_under_way(replica)
+    replica.abort("a")
+    replica.add("b", prompt=6, max_tokens=2)
+    run_one(replica)
+    third = replica.plan()
+    assert third is not None
+    assert sorted(third.admits[0].blocks) == [0, 1]
+    replica.tell_device(third)
+    run_one(replica)
+    run_one(replica)  # the device is strict about who writes to a block
+    replica.drain()
+    assert replica.output["b"] == alone(range(1, 7), 2)
+
+
+def test_results_of_a_device_that_was_replaced_are_told_from_those_of_the_new_one() -> None:
+    replica = Replica()
+    replica.add("a", max_tokens=3)
+    two_under_way(replica)
+    stale = replica.read_mail()
+    replica.restart()
+    assert stale is not None
+    assert not replica.policy.is_next(stale)
+    replica.drain()
+    assert replica.output["a"] == alone((1, 2, 3), 3)
+
+
+def test_nothing_is_evicted_while_a_step_under_way_may_free_blocks() -> None:
+    replica = Replica(num_blocks=2, block_tokens=4)
+    replica.add("a", prompt=3, max_tokens=6, stops=(alone((1, 2, 3), 2)[1],))
+    replica.add("b", prompt=4, max_tokens=4)
+    assert replica.step() is not None
+    second = replica.plan()
+    assert second is not None
+    replica.tell_device(second)
+    assert replica.plan() is None  # both want a block, and there is none
+    assert replica.policy.counts().paused == 2
+    run_one(replica)
+    assert replica.ends["a"].finish is FinishReason.STOP
+    step = replica.step()
+    assert step is not None
+    assert len(step.grants) == 1  # that of the row that ended
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_steps_planned_ahead_change_no_token_whatever_happens_between_them(caching: bool) -> None:
+    departed = 0
+    for seed in range(80):
+        departed += _shuffled(random.Random(seed), caching)
+    assert departed > 10  # grants for rows that were gone
+
+
+def _shuffled(choose: random.Random, caching: bool) -> int:
+    """Submit, propose, plan, run and advance in any order; returns the grants that came late."""
+    replica = Replica(
+        num_blocks=choose.randint(4, 12),
+        block_tokens=choose.choice((1, 2, 4)),
+        max_rows=5,
+        max_step_tokens=12,
+        max_model_len=40,
+        prefix_caching=caching,
+    )
+    expected: dict[str, list[int]] = {}
+    done: deque[StepDone] = deque()
+    granted: BlocksGranted | None = None
+    stuck, departed = False, 0
+    for move in range(10_000):
+        match choose.choice(("submit", "propose", "plan", "device", "advance")):
+            case "submit" if move < 200 and len(replica.policy.ledger) < 5:
+                prompt = [choose.randint(1, 3) for _ in range(choose.randint(1, 8))]
+                name, most = str(len(expected)), choose.randint(1, 12)
+                with contextlib.suppress(RequestError):
+                    replica.add(name, prompt, most, stops=STOPS)
+                    expected[name] = alone(prompt, most, STOPS)
+            case "propose" if granted is None and not stuck and replica.policy.has_work:
+                if replica.policy.in_flight < 2:
+                    granted = replica.reserve(replica.policy.propose())
+            case "plan" if granted is not None:
+                step, granted = replica.plan_with(granted), None
+                stuck = step is None and replica.policy.in_flight > 0
+                if step is not None:
+                    replica.tell_device(step)
+            case "device" if replica.mail:
+                message = replica.mail[0]
+                if isinstance(message, RunStep):
+                    departed += sum(g.row not in replica.runner.rows for g in message.grants)
+                if (result := replica.read_mail()) is not None:
+                    done.append(result)
+            case "advance" if done:
+                replica.finish_step(done.popleft())
+                stuck = False
+        if move > 200 and not (replica.policy.has_work or granted or replica.mail or done):
+            break
+    assert replica.output == {name: tokens for name, tokens in expected.items() if tokens}
+    assert set(replica.ends) == set(expected)
+    assert replica.free == replica.limits["num_blocks"]
+    return departed
+
+
+# What a request says of itself.
+
+
+def kinds(delta: Delta) -> list[str]:
+    return [event.kind.value for event in delta.events]
+
+
+def test_a_terminal_delta_says_what_was_used_and_what_happened() -> None:
+    replica = Replica()
+    replica.add("a", prompt=3, max_tokens=1)
+    replica.drain()
+    end = replica.ends["a"]
+    assert kinds(end) == ["queued", "admitted", "first_token", "finished"]
+    assert end.usage == Usage(prompt_tokens=3, cached_tokens=0, output_tokens=1)
+
+
+def test_events_are_told_once_and_in_order() -> None:
+    replica = Replica(num_blocks=4, block_tokens=4)
+    replica.add("old", prompt=4, max_tokens=9)
+    replica.add("new", prompt=4, max_tokens=9)
+    told: defaultdict[str, list[str]] = defaultdict(list)
+    take = replica.take
+
+    def listen(delta: Delta) -> None:
+        told[delta.request_id] += kinds(delta)
+        take(delta)
+
+    replica.take = listen  # type: ignore[method-assign]
+    replica.drain()
+    start = ["queued", "admitted", "first_token"]
+    assert told["old"] == [*start, "paused", "resumed", "finished"]
+    assert told["new"] == [*start, "paused", "evicted", "admitted", "finished"]
+
+
+def test_cached_tokens_are_those_of_the_first_admission() -> None:
+    replica = Replica(prefix_caching=True)
+    replica.add("a", prompt=9, max_tokens=1)
+    replica.drain()
+    replica.add("b", prompt=9, max_tokens=1)
+    replica.drain()
+    assert replica.ends["b"].usage == Usage(prompt_tokens=9, cached_tokens=8, output_tokens=1)
+
+
+def test_a_request_for_no_tokens_ends_with_its_prompt() -> None:
+    replica = Replica(max_step_tokens=4)
+    replica.add("a", prompt=10, max_tokens=0)
+    replica.drain()
+    assert replica.output["a"] == []
+    assert replica.ends["a"].finish is FinishReason.LENGTH
+    assert replica.free == 64
+
+
+# Rows that wait hold no more than they may.
+
+
+def test_rows_that_wait_and_hold_too_many_blocks_are_evicted_the_newest_first() -> None:
+    def starve(paused_limit: int | None) -> dict[str, Phase]:
+        replica = Replica(num_blocks=6, block_tokens=4, paused_limit=paused_limit)
+        for name, prompt in (("old", 5), ("mid", 4), ("new", 8)):
+            replica.add(name, prompt=prompt, max_tokens=8)
+        for _ in range(2):
+            replica.step()
+        return replica.phases()
+
+    assert starve(None)["new"] is Phase.STARVED
+    assert starve(2)["new"] is Phase.STARVED
+    assert starve(1)["new"] is Phase.WAITING
+
+
+def test_a_prefix_that_is_being_computed_is_waited_for() -> None:
+    replica = Replica(prefix_caching=True)
+    replica.add("a", prompt=9)
+    replica.add("same", prompt=9)
+    replica.add("other", prompt=(50, 51, 52, 53, 54))
+    first = replica.step()
+    assert first is not None
+    assert [unpack_ids(admit.prompt)[0] for admit in first.admits] == [1, 50]
+    second = replica.step()
+    assert second is not None
+    assert [admit.cached_tokens for admit in second.admits] == [8]
+
+
+def test_a_prefix_is_not_waited_for_when_who_computes_it_is_gone() -> None:
+    replica = Replica(prefix_caching=True, chunk=4)
+    replica.add("a", prompt=12)
+    replica.add("same", prompt=12)
+    replica.step()
+    replica.abort("a")
+    step = replica.step()
+    assert step is not None
+    assert [admit.cached_tokens for admit in step.admits] == [4]  # what was computed stays
+
+
+def test_a_prompt_whose_log_probs_are_wanted_is_computed_and_not_looked_up() -> None:
+    replica = Replica(prefix_caching=True)
+    replica.add("a", prompt=9, max_tokens=1)
+    replica.drain()
+    request = replica.add("b", prompt=9, max_tokens=1)
+    request.prompt_scores = PromptScores(0, 9)
+    assert replica.policy.propose().admit[0].hashes == ()
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Whatever happens: blocks are conserved, deltas contiguous, and everything drains right."""
 
@@ -993,6 +1346,8 @@ class AnyOrder(RuleBasedStateMachine):
         max_step_tokens=integers(1, 12),
         chunk=none() | integers(1, 6),
         prefix_caching=booleans(),
+        paused_limit=none() | integers(0, 6),
+        depth=integers(1, 2),
     )
     def begin(
         self,
@@ -1002,6 +1357,8 @@ class AnyOrder(RuleBasedStateMachine):
         max_step_tokens: int,
         chunk: int | None,
         prefix_caching: bool,
+        paused_limit: int | None,
+        depth: int,
     ) -> None:
         self.replica = Replica(
             num_blocks=num_blocks,
@@ -1011,9 +1368,12 @@ class AnyOrder(RuleBasedStateMachine):
             max_model_len=40,
             chunk=chunk,
             prefix_caching=prefix_caching,
+            paused_limit=paused_limit,
         )
+        self.depth = depth
         self.granted: BlocksGranted | None = None
-        self.done: StepDone | None = None
+        self.stuck = False
+        self.done: deque[StepDone] = deque()
         self.expected: dict[str, list[int]] = {}
         self.refused = 0
 
@@ -1026,11 +1386,11 @@ class AnyOrder(RuleBasedStateMachine):
     def submit(self, prompt: list[int], max_tokens: int | None, priority: int) -> None:
         name = f"r{len(self.expected) + self.refused}"
         try:
-            request = self.replica.add(name, prompt, max_tokens, priority=priority, stops=(EOS,))
+            request = self.replica.add(name, prompt, max_tokens, priority=priority, stops=STOPS)
         except RequestError:
             self.refused += 1
             return
-        self.expected[name] = alone(prompt, request.max_tokens, (EOS,))
+        self.expected[name] = alone(prompt, request.max_tokens, STOPS)
 
     @precondition(lambda self: len(self.replica.policy.ledger) > 0)
     @rule(choice=data())
@@ -1038,7 +1398,7 @@ class AnyOrder(RuleBasedStateMachine):
         open_ids = sorted(request.request_id for request in self.replica.policy.ledger)
         self.replica.abort(choice.draw(sampled_from(open_ids)))
 
-    @precondition(lambda self: self.replica.policy.has_work and self._idle)
+    @precondition(lambda self: self._may_propose)
     @rule()
     def propose(self) -> None:
         self.granted = self.replica.reserve(self.replica.policy.propose())
@@ -1047,22 +1407,26 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def plan(self) -> None:
         assert self.granted is not None
-        planned = self.replica.policy.plan(self.granted)
+        step = self.replica.plan_with(self.granted)
         self.granted = None
-        self.replica.release(planned.unused)
-        if planned.step is not None:
-            self.done = self.replica.runner.execute(planned.step)
-            return
-        evicted = self.replica.policy.evict()
-        if evicted is not None:
-            self.replica.drop([evicted])
+        if step is not None:
+            self.replica.tell_device(step)
+        self.stuck = step is None and self.replica.policy.in_flight > 0
 
-    @precondition(lambda self: self.done is not None)
+    @precondition(lambda self: len(self.replica.mail) > 0)
+    @rule()
+    def run_device(self) -> None:
+        done = self.replica.read_mail()
+        if done is not None:
+            self.done.append(done)
+
+    @precondition(lambda self: len(self.done) > 0)
     @rule()
     def advance(self) -> None:
-        assert self.done is not None
-        done, self.done = self.done, None
+        done = self.done.popleft()
+        assert self.replica.policy.is_next(done)
         self.replica.finish_step(done)
+        self.stuck = False
 
     @precondition(lambda self: self._idle)
     @rule()
@@ -1070,10 +1434,12 @@ class AnyOrder(RuleBasedStateMachine):
         """As SUSPEND does, which is only obeyed between steps."""
         self.replica.drop(self.replica.policy.checkpoint_all())
 
-    @rule(in_flight=booleans())
-    def restart(self, in_flight: bool) -> None:
-        self.replica.restart(in_flight=in_flight and self.done is not None)
-        self.granted = self.done = None
+    @rule()
+    def restart(self) -> None:
+        self.replica.restart()
+        self.granted = None
+        self.done.clear()
+        self.stuck = False
 
     @rule(admitting=booleans())
     def switch_admitting(self, admitting: bool) -> None:
@@ -1096,8 +1462,11 @@ class AnyOrder(RuleBasedStateMachine):
             return
         if self.granted is not None:
             self.plan()
-        if self.done is not None:
-            self.advance()
+        while self.replica.mail or self.done:
+            if self.replica.mail:
+                self.run_device()
+            if self.done:
+                self.advance()
         self.replica.policy.admitting = True
         self.replica.drain()
         self._check_ends()
@@ -1112,11 +1481,17 @@ class AnyOrder(RuleBasedStateMachine):
                 assert output == expected[: len(output)]
             else:
                 assert output == expected
-                assert (end.finish is FinishReason.STOP) == (expected[-1] == EOS)
+                assert (end.finish is FinishReason.STOP) == (expected[-1] in STOPS)
 
     @property
     def _idle(self) -> bool:
-        return self.granted is None and self.done is None
+        return self.granted is None and self.replica.policy.in_flight == 0
+
+    @property
+    def _may_propose(self) -> bool:
+        policy = self.replica.policy
+        ready = self.granted is None and not self.stuck and policy.in_flight < self.depth
+        return ready and policy.has_work
 
 
 TestAnyOrder = AnyOrder.TestCase
