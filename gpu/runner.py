@@ -228,7 +228,7 @@ class ModelRunner:
         return before - resident_bytes(self._device)
 
     def _logits(self, inputs: StepInputs) -> Tensor:
-        """Return the logits of the rows that sample, float32 [S, V]."""
+        """Return the logits of the rows that sample, [S, V], float32 at least."""
         decoder = self._loaded().decoder
         assert self._kv_cache is not None
         hidden_TD = decoder.forward(inputs.input_ids_T, inputs.metadata, self._kv_cache)

@@ -22,7 +22,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     listen: str = DEFAULT_ENDPOINT
     replicas: int = 1
     device: str = "auto"  # auto, cpu, cuda, cuda:1
-    dtype: str = "auto"  # auto, float32, float16, bfloat16
+    dtype: str = "auto"  # auto, float64, float32, float16, bfloat16
     attention: str = "auto"  # auto, sdpa, flash
     threads: int = 0  # torch threads a replica; 0 is torch's own choice
     kv_cache_gb: float = 0.5  # GiB of KV cache a replica

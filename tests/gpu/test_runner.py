@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from callboard.gpu.admission import RowMismatch
 from callboard.gpu.blocks import BlockPool
@@ -33,10 +34,12 @@ def make_config(
     max_rows: int = 16,
     max_model_len: int | None = 128,
     threads: int | None = None,
+    dtype: str = "auto",
 ) -> RunnerConfig:
     return RunnerConfig(
         model="random:tiny",
         device="cpu",
+        dtype=dtype,
         num_blocks=num_blocks,
         kv_cache_gb=kv_cache_gb,
         block_tokens=block_tokens,
@@ -307,6 +310,48 @@ def test_a_request_gets_the_same_tokens_whatever_the_schedule(
     assert runner.num_rows == 0
     if "num_blocks" in schedule or "drops_seed" in schedule:
         assert scheduler.num_preempted > 0
+
+
+def test_in_float64_log_probs_are_the_same_too_whatever_the_schedule() -> None:
+    """Their errors are far below the float32 that they are told in."""
+    runner = make_runner(make_config(dtype="float64"))
+    alone = run_alone(runner, temperature=0.0)
+
+    for schedule in ({}, {"chunk": 1}, {"chunk": 3}, {"drops_seed": 2, "chunk": 3}):
+        together = make_requests()
+        Scheduler(runner, **schedule).run(together)
+
+        assert [request.output for request in together] == [request.output for request in alone]
+        assert [request.logprobs for request in together] == [request.logprobs for request in alone]
+
+
+class DtypesSeen(TorchFunctionMode):
+    """Notes the dtype of every tensor that torch returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.dtypes.add(result.dtype)
+        return result
+
+
+def test_a_float64_model_computes_in_nothing_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(make_config(dtype="float64"))
+    compute, seen = runner._logits, DtypesSeen()
+
+    def compute_and_look(inputs: StepInputs) -> torch.Tensor:
+        with seen:
+            return compute(inputs)
+
+    monkeypatch.setattr(runner, "_logits", compute_and_look)
+
+    Scheduler(runner).run(make_requests())
+
+    assert {dtype for dtype in seen.dtypes if dtype.is_floating_point} == {torch.float64}
 
 
 def test_seeds_and_not_neighbours_decide_what_is_drawn(runner: ModelRunner) -> None:
