@@ -31,6 +31,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_step_tokens: int = 512  # tokens a forward pass may feed
     prefill_chunk_tokens: int = 0  # longest piece of a prompt a step; 0 is what there is room for
     prefix_caching: bool = True  # share the KV blocks of equal beginnings of prompts
+    batch_invariant: bool = False  # the same bits whatever the batch, many times slower
     max_model_len: int = 0  # tokens of a sequence, prompt and output; 0 is the model's own limit
     start_timeout_s: float = 600.0
     log_level: str = "warning"
