@@ -225,9 +225,10 @@ class DynamicContext:
             staging=self._staging,
         )
 
-    def sampling_rows(self) -> SamplingRows:
-        """Return how the rows of the step that was begun choose their tokens."""
-        sampling = slice(self._num_paused, self._end_of_sampling)
+    def sampling_rows(self, which: slice = slice(None)) -> SamplingRows:
+        """Return how the rows of the step that was begun choose their tokens, or those of them."""
+        places = range(self._num_paused, self._end_of_sampling)[which]
+        sampling = slice(places.start, places.stop)
         records = self._rows.records[sampling]
         stop_ids = self._rows.stop_ids_of(sampling)
         too_early = records["position"] < records["min_tokens"]

@@ -13,7 +13,12 @@ from pathlib import Path
 
 import torch
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -62,6 +67,11 @@ def choose_dtype(device: torch.device, name: str = "auto") -> torch.dtype:
     if name not in _DTYPES:
         raise ValueError(f"dtype {name!r} is not one of auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype for what half precision is too coarse for: float32, or float64 if asked."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def describe_device(device: torch.device, dtype: torch.dtype) -> DeviceInfo:

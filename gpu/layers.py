@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from callboard.gpu.device import at_least_float32
 from callboard.gpu.linear import Linear
 
 
@@ -66,8 +67,9 @@ class RotaryEmbedding:
         self._magnitude = magnitude
 
     def at(self, positions_T: Tensor, dtype: torch.dtype) -> Rotation:
-        """Work out the rotation of each position: in float32, then rounded to dtype."""
-        angle_TH = positions_T[:, None].float() * self._inverse_frequencies
+        """Work out the rotation of each position: in float32 at least, then rounded to dtype."""
+        exact = at_least_float32(dtype)
+        angle_TH = positions_T[:, None].to(exact) * self._inverse_frequencies.to(exact)
         cos_TH = angle_TH.cos().mul_(self._magnitude)
         sin_TH = angle_TH.sin().mul_(self._magnitude)
         return Rotation(

@@ -70,7 +70,7 @@ def adjusting(
     banned_tokens_B: Tensor,
     adjustments: Adjustments | None,
 ) -> Iterator[None]:
-    """Let bans and adjustments hold in float32 logits within the block; then undo them to the bit.
+    """Let bans and adjustments hold in the logits within the block; then undo them to the bit.
 
     Raises IndexError for a token id outside the vocabulary (on a GPU, whenever it is found out).
     """

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from callboard.gpu.batch_invariant import BatchInvariantDecoder
 from callboard.gpu.context import DynamicContext, StepOutcome
 from callboard.gpu.device import (
     choose_device,
@@ -31,6 +32,7 @@ from callboard.gpu.kv_cache import KVCache
 from callboard.gpu.loading import LoadedModel, load_model, read_config
 from callboard.gpu.memory import block_bytes, blocks_in, format_bytes
 from callboard.gpu.models.config import DecoderConfig
+from callboard.gpu.models.decoder import Decoder
 from callboard.gpu.sampling import sample, top_logprobs
 from callboard.gpu.step_inputs import StepInputs
 from callboard.messages.errors import CallboardError, ConfigError
@@ -47,7 +49,9 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a runner loads and how much it may take.
 
     The KV cache is sized by `num_blocks` (the dummy included) or by `kv_cache_gb` (GiB), one of
-    them. max_model_len None takes the model's own, threads None leaves torch's choice.
+    them. max_model_len None takes the model's own, threads None leaves torch's choice. With
+    batch_invariant what a row gets is the same to the bit, whatever rows are beside it and however
+    its prompt is cut; see `batch_invariant`.
     """
 
     model: str  # see `load_model`
@@ -61,6 +65,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 512  # of one step
     max_model_len: int | None = None
     threads: int | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if (self.num_blocks is None) == (self.kv_cache_gb is None):
@@ -131,6 +136,7 @@ class ModelRunner:
             "dtype": str(self._dtype).removeprefix("torch."),
             "attention": self._model.attention.name if self._model else self._config.attention,
             "threads": self._config.threads or torch.get_num_threads(),
+            "batch_invariant": int(self._config.batch_invariant),
             "block_tokens": self._config.block_tokens,
             "num_blocks": self.num_blocks,
             "max_model_len": self.max_model_len,
@@ -146,8 +152,9 @@ class ModelRunner:
         """
         if self._model is not None:
             return
-        if self._config.threads is not None:
-            torch.set_num_threads(self._config.threads)
+        if self._config.threads is not None or self._config.batch_invariant:
+            # Once a number is set, MKL keeps to it; before, it may take fewer.
+            torch.set_num_threads(self._config.threads or torch.get_num_threads())
         with torch.inference_mode():
             model = load_model(
                 self._config.model,
@@ -197,7 +204,8 @@ class ModelRunner:
                 step=step.step, rows=(), token_ids=b"", seconds=time.perf_counter() - start
             )
         with torch.inference_mode():
-            sampled = _sample(self._logits(inputs), context)
+            sample_rows = _sample_one_by_one if self._config.batch_invariant else _sample
+            sampled = sample_rows(self._logits(inputs), context)
         wait_for(self._device)  # where no row sampled, nothing was read back and it still computes
         outcome = context.finish_step(sampled.token_ids_S, sampled.failed_S)
         return _report(step, inputs, sampled, outcome, start)
@@ -228,11 +236,15 @@ class ModelRunner:
         return before - resident_bytes(self._device)
 
     def _logits(self, inputs: StepInputs) -> Tensor:
-        """Return the logits of the rows that sample, float32 [S, V]."""
-        decoder = self._loaded().decoder
+        """Return the logits of the rows that sample, [S, V], float32 at least."""
+        decoder = self._decoder()
         assert self._kv_cache is not None
         hidden_TD = decoder.forward(inputs.input_ids_T, inputs.metadata, self._kv_cache)
         return decoder.logits(hidden_TD[inputs.last_token_indices_S])
+
+    def _decoder(self) -> Decoder | BatchInvariantDecoder:
+        decoder = self._loaded().decoder
+        return BatchInvariantDecoder(decoder) if self._config.batch_invariant else decoder
 
     def _loaded(self) -> LoadedModel:
         if self._model is None:
@@ -300,15 +312,32 @@ def _take_in(step: RunStep, context: DynamicContext) -> None:
         context.add_row(admit)
 
 
-def _sample(logits_SV: Tensor, context: DynamicContext) -> _Sampled:
-    rows = context.sampling_rows()  # on the CPU, while a GPU still computes the logits
-    wanted_S = context.logprobs_wanted()
+def _sample(logits_SV: Tensor, context: DynamicContext, which: slice = slice(None)) -> _Sampled:
+    """Sample those of the sampling rows, of which these are the logits."""
+    rows = context.sampling_rows(which)  # on the CPU, while a GPU still computes the logits
+    wanted_S = context.logprobs_wanted()[which]
     result = sample(logits_SV, rows.to(logits_SV.device))
     return _Sampled(
         token_ids_S=result.token_ids_R.cpu().numpy(),
         failed_S=result.nan_rows_R.cpu().numpy(),
         logprobs_S=result.logprobs_R.cpu().numpy() if (wanted_S >= 0).any() else None,
         top_logprobs_S=_top_logprobs(result.scored_RV, wanted_S),
+    )
+
+
+def _sample_one_by_one(logits_SV: Tensor, context: DynamicContext) -> _Sampled:
+    """Sample each row by itself, from logits in memory of their own; see `batch_invariant`."""
+    parts = [
+        _sample(logits_SV[row : row + 1].clone(), context, slice(row, row + 1))
+        for row in range(len(logits_SV))
+    ]
+    wanted = [part.logprobs_S for part in parts if part.logprobs_S is not None]
+    logprobs = [math.nan if part.logprobs_S is None else part.logprobs_S[0] for part in parts]
+    return _Sampled(
+        token_ids_S=np.array([part.token_ids_S[0] for part in parts], dtype=np.int64),
+        failed_S=np.array([part.failed_S[0] for part in parts], dtype=np.bool_),
+        logprobs_S=np.array(logprobs, dtype=np.float32) if wanted else None,
+        top_logprobs_S=[top for part in parts for top in part.top_logprobs_S or [()]],
     )
 
 

@@ -32,6 +32,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from callboard.gpu.device import at_least_float32
 from callboard.gpu.penalties import Adjustments, adjusting
 
 _WEIGHT_ONE = 2**40
@@ -43,8 +44,11 @@ _WEIGHT_ONE = 2**40
 _PIECE_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
 
 _DIGIT_BITS = 11
-_DIGIT_SHIFTS = (22, 11, 0)
-"""A float32 that is not negative has 31 bits, read as three digits from the left."""
+_DIGITS = {
+    torch.float32: (torch.int32, (22, 11, 0)),
+    torch.float64: (torch.int64, (55, 44, 33, 22, 11, 0)),
+}
+"""As what integer the bits of a float that is not negative are read, in digits from the left."""
 
 _GROUP_TOKENS = 256
 _WITHIN_GROUP = 2**32
@@ -145,7 +149,7 @@ class SampleResult:
     nan_rows_R: Tensor
     """bool: bad rows, in which a logit is NaN or +inf, or none that is allowed is above -inf."""
     scored_RV: Tensor
-    """float32: the logits that the rows' log-probs are of."""
+    """float32 at least: the logits that the rows' log-probs are of."""
 
 
 def sample(logits_RV: Tensor, rows: SamplingRows) -> SampleResult:
@@ -153,7 +157,7 @@ def sample(logits_RV: Tensor, rows: SamplingRows) -> SampleResult:
 
     What a row gets depends on its own logits and parameters only, bit for bit.
     """
-    logits_RV = logits_RV.float().contiguous()
+    logits_RV = logits_RV.to(at_least_float32(logits_RV.dtype)).contiguous()
     with adjusting(logits_RV, rows.banned_rows_B, rows.banned_tokens_B, rows.adjustments):
         peak_R, token_ids_R, chosen_from_RV = _choose(logits_RV, rows)
     logprobs_R = _logprobs_of(logits_RV, token_ids_R)
@@ -176,7 +180,7 @@ def top_logprobs(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     Where a row has fewer than k finite logits the rest are -inf; a smaller vocabulary gives all.
     """
-    logits_RV = logits_RV.float()
+    logits_RV = logits_RV.to(at_least_float32(logits_RV.dtype))
     top_RK, token_ids_RK = logits_RV.topk(min(k, logits_RV.shape[-1]), dim=-1)
     return token_ids_RK, _logprobs(logits_RV, top_RK)
 
@@ -214,13 +218,13 @@ def _logprobs_of(logits_RV: Tensor, token_ids_R: Tensor) -> Tensor:
 
 
 def _logprobs(logits_RV: Tensor, chosen_RK: Tensor) -> Tensor:
-    """Return the log-probabilities, [R, K], of logits chosen from each row.
+    """Return the log-probabilities, float32 [R, K], of logits chosen from each row.
 
     They are taken from the likeliest token, whose probability is at least 1/V. Softmax keeps to its
     row, where torch.logsumexp splits the sum by batch shape; and log_softmax takes twice the time.
     """
     likeliest_R1 = torch.softmax(logits_RV, dim=-1).amax(dim=-1, keepdim=True)
-    return chosen_RK - logits_RV.amax(dim=-1, keepdim=True) + likeliest_R1.log()
+    return (chosen_RK - logits_RV.amax(dim=-1, keepdim=True) + likeliest_R1.log()).float()
 
 
 def _draw(logits_RV: Tensor, peak_R: Tensor, rows: SamplingRows, chosen_from_RV: Tensor) -> Tensor:
@@ -249,7 +253,7 @@ def _filtered_weights(probs_SV: Tensor, rows: SamplingRows, part: slice) -> Tens
     weights_SV = (probs_SV * _WEIGHT_ONE).to(torch.int64)
     if rows.uses_min_p:
         least_S = rows.min_p_S[part] * probs_SV.amax(dim=-1)
-        weights_SV.masked_fill_(probs_SV < least_S[:, None].float(), 0)
+        weights_SV.masked_fill_(probs_SV < least_S[:, None].to(probs_SV.dtype), 0)
     if rows.uses_top_k:
         top_k_S = rows.top_k_S[part].clamp(max=probs_SV.shape[-1])
         num_kept_S = torch.where(top_k_S == 0, probs_SV.shape[-1], top_k_S)
@@ -286,15 +290,16 @@ def _first(weights_SN: Tensor, uniform_SN: Tensor) -> Tensor:
 def _threshold(values_SV: Tensor, amounts_SV: Tensor, need_S: Tensor) -> Tensor:
     """Return, per row, the largest value such that what is at or above it amounts to the need.
 
-    Values are float32 and not negative, amounts and needs int64. It is a radix select: the bits of
+    Values are floats and not negative, amounts and needs int64. It is a radix select: the bits of
     such floats sort as they do, and a histogram of each digit leads to the next. Without a sort,
     it is exact and takes the same time however flat the distribution is (64 rows of 49,152 on two
     cores: 13 ms, a sort 94 ms), and it never asks the device.
     """
-    bits_SV = values_SV.view(torch.int32)
+    as_int, digit_shifts = _DIGITS[values_SV.dtype]
+    bits_SV = values_SV.view(as_int)
     need_S1 = need_S[:, None]
-    found_S1 = torch.zeros_like(need_S1, dtype=torch.int32)
-    for shift in _DIGIT_SHIFTS:
+    found_S1 = torch.zeros_like(need_S1, dtype=as_int)
+    for shift in digit_shifts:
         digit_SV = ((bits_SV >> shift) & (2**_DIGIT_BITS - 1)).to(torch.int64)
         amount_SD = amounts_SV.new_zeros(len(need_S), 2**_DIGIT_BITS)
         amount_SD.scatter_add_(-1, digit_SV, amounts_SV)
@@ -302,9 +307,9 @@ def _threshold(values_SV: Tensor, amounts_SV: Tensor, need_S: Tensor) -> Tensor:
         from_top_S1 = torch.searchsorted(reached_SD, need_S1).clamp_(max=2**_DIGIT_BITS - 1)
         digit_S1 = 2**_DIGIT_BITS - 1 - from_top_S1
         need_S1 = need_S1 - (reached_SD.gather(-1, from_top_S1) - amount_SD.gather(-1, digit_S1))
-        found_S1 |= digit_S1.to(torch.int32) << shift
+        found_S1 |= digit_S1.to(as_int) << shift
         amounts_SV = torch.where(digit_SV == digit_S1, amounts_SV, 0)
-    return found_S1.view(torch.float32).squeeze(-1)
+    return found_S1.view(values_SV.dtype).squeeze(-1)
 
 
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64

@@ -68,6 +68,7 @@ def _runner_config(settings: Settings, source: str) -> RunnerConfig:
         max_tokens=settings.max_step_tokens,
         max_model_len=settings.max_model_len or None,
         threads=settings.threads or None,
+        batch_invariant=settings.batch_invariant,
     )
 
 

@@ -22,7 +22,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     listen: str = DEFAULT_ENDPOINT
     replicas: int = 1
     device: str = "auto"  # auto, cpu, cuda, cuda:1
-    dtype: str = "auto"  # auto, float32, float16, bfloat16
+    dtype: str = "auto"  # auto, float64, float32, float16, bfloat16
     attention: str = "auto"  # auto, sdpa, flash
     threads: int = 0  # torch threads a replica; 0 is torch's own choice
     kv_cache_gb: float = 0.5  # GiB of KV cache a replica
@@ -33,6 +33,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prefix_caching: bool = True  # share the KV blocks of equal beginnings of prompts
     paused_limit_blocks: int = -1  # KV blocks that waiting rows may hold; -1 is all of them
     pipeline_depth: int = 1  # steps given to the device before the first of them is done, 1 or 2
+    batch_invariant: bool = False  # the same bits whatever the batch, many times slower
     max_model_len: int = 0  # tokens of a sequence, prompt and output; 0 is the model's own limit
     start_timeout_s: float = 600.0
     log_level: str = "warning"

@@ -84,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             dtype=arguments.dtype,
             attention=arguments.attention,
             threads=arguments.threads,
+            batch_invariant=arguments.batch_invariant,
             max_rows=MAX_ROWS,
             max_step_tokens=STEP_TOKENS["cpu" if arguments.device == "cpu" else "cuda"],
             kv_cache_gb=KV_CACHE_GB,
@@ -100,6 +101,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--threads", type=int, default=0, help="of torch; 0 is its own choice")
+    parser.add_argument("--batch-invariant", action="store_true", help="takes many times as long")
     return parser.parse_args(argv)
 
 

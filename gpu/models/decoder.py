@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from callboard.gpu.attention.base import AttentionBackend, AttentionMetadata, write_kv
+from callboard.gpu.device import at_least_float32
 from callboard.gpu.layers import HeadNorm, RMSNorm, RotaryEmbedding, Rotation, SwiGLU, rotate
 from callboard.gpu.linear import Linear
 from callboard.gpu.models.config import DecoderConfig
@@ -135,5 +136,9 @@ class Decoder:
         return hidden_TD
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Return float32 [R, V] for rows of what `forward` returned; takes the final norm first."""
-        return self._head(self._final_norm(hidden_RD)).float()
+        """Return logits [R, V] for rows of what `forward` returned; takes the final norm first.
+
+        They are float32, or float64 where the model is.
+        """
+        logits_RV = self._head(self._final_norm(hidden_RD))
+        return logits_RV.to(at_least_float32(logits_RV.dtype))

@@ -9,6 +9,7 @@ import random
 import time
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -604,6 +605,25 @@ def test_parameters_and_positions_follow_their_rows() -> None:
     assert rows.seed_S.tolist() == [2**62 + 1]
     assert rows.position_S.tolist() == [4]
     assert caller.context.logprobs_wanted().tolist() == [4]
+
+
+def test_some_of_the_sampling_rows_may_be_asked_for_alone() -> None:
+    caller = make_caller()
+    caller.admit([1, 2], sampling=make_sampling(temperature=0.5, seed=5))
+    biased = msgspec.structs.replace(make_sampling(temperature=0.7, seed=7), logit_bias={8: 1.0})
+    caller.admit([3, 4], sampling=biased)
+    caller.admit([5, 6], sampling=make_sampling(min_tokens=2, stop_token_ids=(9,)))
+    caller.context.begin_step()
+
+    second = caller.context.sampling_rows(slice(1, 2))
+    third = caller.context.sampling_rows(slice(2, 3))
+
+    assert (second.sampled_rows_S.tolist(), second.seed_S.tolist()) == ([0], [7])
+    assert second.adjustments is not None
+    assert second.adjustments.bias_rows_M.tolist() == [0]
+    assert second.banned_rows_B.tolist() == []
+    assert (third.banned_rows_B.tolist(), third.banned_tokens_B.tolist()) == ([0], [9])
+    assert (third.sampled_rows_S.tolist(), third.adjustments) == ([], None)
 
 
 def test_a_row_that_failed_leaves_alone() -> None:

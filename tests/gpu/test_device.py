@@ -66,7 +66,9 @@ def test_auto_is_half_precision_on_a_gpu(
 def test_auto_is_float32_on_the_cpu_and_other_dtypes_are_named() -> None:
     assert choose_dtype(CPU) == torch.float32
     assert choose_dtype(CPU, "bfloat16") == torch.bfloat16
-    with pytest.raises(ValueError, match="'int8' is not one of auto, float32, float16, bfloat16"):
+    with pytest.raises(
+        ValueError, match="'int8' is not one of auto, float64, float32, float16, bfloat16"
+    ):
         choose_dtype(CPU, "int8")
 
 

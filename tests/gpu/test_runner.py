@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from callboard.gpu.admission import RowMismatch
 from callboard.gpu.blocks import BlockPool
@@ -33,16 +34,20 @@ def make_config(
     max_rows: int = 16,
     max_model_len: int | None = 128,
     threads: int | None = None,
+    dtype: str = "auto",
+    batch_invariant: bool = False,
 ) -> RunnerConfig:
     return RunnerConfig(
         model="random:tiny",
         device="cpu",
+        dtype=dtype,
         num_blocks=num_blocks,
         kv_cache_gb=kv_cache_gb,
         block_tokens=block_tokens,
         max_rows=max_rows,
         max_model_len=max_model_len,
         threads=threads,
+        batch_invariant=batch_invariant,
     )
 
 
@@ -107,6 +112,7 @@ class Request:
     sampling: RowSampling
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     ending: str = ""
 
 
@@ -241,6 +247,7 @@ class Scheduler:
             row = self.rows[row_id]
             row.request.output.append(token)
             row.request.logprobs.append(logprob)
+            row.request.top_logprobs.append(done.top_logprobs.get(row_id, ()))
             row.num_cached = len(row.request.prompt + row.request.output) - 1
         self.end("stopped", done.stopped)
         self.end("full", done.full)
@@ -307,6 +314,48 @@ def test_a_request_gets_the_same_tokens_whatever_the_schedule(
     assert runner.num_rows == 0
     if "num_blocks" in schedule or "drops_seed" in schedule:
         assert scheduler.num_preempted > 0
+
+
+def test_in_float64_log_probs_are_the_same_too_whatever_the_schedule() -> None:
+    """Their errors are far below the float32 that they are told in."""
+    runner = make_runner(make_config(dtype="float64"))
+    alone = run_alone(runner, temperature=0.0)
+
+    for schedule in ({}, {"chunk": 1}, {"chunk": 3}, {"drops_seed": 2, "chunk": 3}):
+        together = make_requests()
+        Scheduler(runner, **schedule).run(together)
+
+        assert [request.output for request in together] == [request.output for request in alone]
+        assert [request.logprobs for request in together] == [request.logprobs for request in alone]
+
+
+class DtypesSeen(TorchFunctionMode):
+    """Notes the dtype of every tensor that torch returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.dtypes.add(result.dtype)
+        return result
+
+
+def test_a_float64_model_computes_in_nothing_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(make_config(dtype="float64"))
+    compute, seen = runner._logits, DtypesSeen()
+
+    def compute_and_look(inputs: StepInputs) -> torch.Tensor:
+        with seen:
+            return compute(inputs)
+
+    monkeypatch.setattr(runner, "_logits", compute_and_look)
+
+    Scheduler(runner).run(make_requests())
+
+    assert {dtype for dtype in seen.dtypes if dtype.is_floating_point} == {torch.float64}
 
 
 def test_seeds_and_not_neighbours_decide_what_is_drawn(runner: ModelRunner) -> None:
@@ -438,6 +487,141 @@ def test_rules_hold_again_after_the_cache_was_freed(runner: ModelRunner) -> None
     Scheduler(runner).run([again])
 
     assert again.output == whole
+
+
+# Batch-invariant mode
+
+
+@pytest.fixture(scope="module")
+def loaded_invariant_runner() -> ModelRunner:
+    return make_runner(make_config(batch_invariant=True))
+
+
+@pytest.fixture
+def invariant_runner(loaded_invariant_runner: ModelRunner) -> Iterator[ModelRunner]:
+    yield loaded_invariant_runner
+    loaded_invariant_runner.drop(range(10_000))
+
+
+def make_telling_requests(*, temperature: float = 0.0) -> list[Request]:
+    """Requests with and without rules that want the likeliest tokens too, as many as no other."""
+    requests = make_ruled_requests(temperature=temperature)
+    for number, request in enumerate(requests):
+        request.sampling = msgspec.structs.replace(
+            request.sampling, logprobs=number, top_k=number % 3 and 30, top_p=1 - number % 2 / 10
+        )
+    return requests
+
+
+def bits(requests: list[Request]) -> list[Any]:
+    """All that a request is told, as numbers that are equal where every bit is."""
+    return [(one.output, one.logprobs, one.top_logprobs, one.ending) for one in requests]
+
+
+CHUNKS = [pytest.param({"chunk": chunk}, id=f"in chunks of {chunk}") for chunk in (2, 5)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("schedule", SCHEDULES + CHUNKS)
+def test_a_batch_invariant_row_gets_the_same_bits_whatever_the_schedule(
+    invariant_runner: ModelRunner, schedule: dict[str, int], temperature: float
+) -> None:
+    alone = make_telling_requests(temperature=temperature)
+    for request in alone:
+        Scheduler(invariant_runner).run([request])
+    together = make_telling_requests(temperature=temperature)
+    scheduler = Scheduler(invariant_runner, **schedule)
+
+    scheduler.run(together)
+
+    assert bits(together) == bits(alone)
+    if "num_blocks" in schedule or "drops_seed" in schedule:
+        assert scheduler.num_preempted > 0
+
+
+def test_without_that_mode_the_schedule_shows_in_the_last_bits(runner: ModelRunner) -> None:
+    """Or else the test above proves nothing: here every schedule changes a third of them."""
+    alone = run_alone(runner, temperature=0.0)
+    together = make_requests()
+
+    Scheduler(runner, chunk=3).run(together)
+
+    assert_same(alone, together)
+    assert bits(together) != bits(alone)
+
+
+def test_a_batch_invariant_row_gets_the_same_bits_behind_a_shared_prefix(
+    invariant_runner: ModelRunner,
+) -> None:
+    prompt = list(range(3, 3 + 2 * BLOCK_TOKENS + 3))
+    sampling = make_sampling(max_tokens=3, logprobs=4)
+    alone = Request(prompt, sampling)
+    Scheduler(invariant_runner).run([alone])
+    first = Admit(
+        row=1, prompt=pack_ids(prompt), num_tokens=11, blocks=(4, 5, 6), sampling=sampling
+    )
+    second = Admit(
+        row=2,
+        prompt=pack_ids(prompt),
+        num_tokens=1,
+        blocks=(4, 5, 7),
+        sampling=sampling,
+        cached_tokens=2 * BLOCK_TOKENS,
+    )
+
+    steps = [
+        invariant_runner.execute(RunStep(step=1, admits=(first,))),
+        invariant_runner.execute(RunStep(step=2, admits=(second,))),
+        invariant_runner.execute(
+            RunStep(step=3, continues=(Continue(row=2, num_tokens=2, blocks=()),))
+        ),
+    ]
+
+    told = [
+        (row, token, logprob, done.top_logprobs[row])
+        for done in steps
+        for row, token, logprob in zip(
+            done.rows, unpack_ids(done.token_ids), unpack_floats(done.logprobs), strict=True
+        )
+    ]
+    whole = list(zip(alone.output, alone.logprobs, alone.top_logprobs, strict=True))
+    assert [what for row, *what in told if row == 2] == [list(whole[0])]
+    assert [what for row, *what in told if row == 1] == [list(each) for each in whole[:2]]
+
+
+def test_a_batch_invariant_row_gets_the_same_bits_of_weights_that_were_loaded_again() -> None:
+    runner = make_runner(make_config(batch_invariant=True))
+    before = run_alone(runner, temperature=0.9)
+
+    runner.free_kv()
+    runner.free_weights()
+    runner.load()
+    runner.allocate()
+
+    assert bits(run_alone(runner, temperature=0.9)) == bits(before)
+
+
+def test_batch_invariant_rows_that_want_no_log_probs_are_sent_none(
+    invariant_runner: ModelRunner,
+) -> None:
+    none = run_step(invariant_runner, make_sampling(), make_sampling())
+    invariant_runner.drop([0, 1])
+    one = run_step(invariant_runner, make_sampling(), make_sampling(logprobs=1))
+
+    assert (none.logprobs, none.top_logprobs) == (b"", {})
+    assert math.isfinite(unpack_floats(one.logprobs)[1])
+    assert list(one.top_logprobs) == [1]
+
+
+def test_a_batch_invariant_row_whose_logits_are_no_numbers_fails_alone() -> None:
+    runner = make_runner(make_config(batch_invariant=True))
+    damage(runner, token=13)
+    good, bad = Request([1, 2, 3], make_sampling()), Request([1, 13, 3], make_sampling())
+
+    Scheduler(runner).run([bad, good])
+
+    assert (bad.ending, bad.output) == ("failed", [])
+    assert (good.ending, len(good.output)) == ("full", 12)
 
 
 # When a row ends
@@ -833,6 +1017,7 @@ def test_it_describes_where_and_with_what_it_runs(runner: ModelRunner) -> None:
     assert description["device"] == "cpu"
     assert description["dtype"] == "float32"
     assert description["attention"] == "sdpa"
+    assert description["batch_invariant"] == 0
     assert description["rows"] == 1
     assert description["kv_bytes"] == runner.kv_bytes
 

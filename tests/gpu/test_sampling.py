@@ -135,6 +135,20 @@ def test_ties_of_a_greedy_row_go_to_the_lowest_id() -> None:
     assert result.token_ids_R.tolist() == [1]
 
 
+def test_float64_logits_that_float32_would_tie_are_told_apart() -> None:
+    logits_RV = torch.tensor([[1.0, 3.0, 3.0 + 1e-12, 0.0]], dtype=torch.float64).repeat(50, 1)
+
+    greedy = sample(logits_RV, make_rows(50, temperature=0.0))
+    top_k = sample(logits_RV, make_rows(50, top_k=1, position=range(50)))
+    top_p = sample(logits_RV, make_rows(50, top_p=0.1, position=range(50)))
+    min_p = sample(logits_RV, make_rows(50, min_p=1.0, position=range(50)))
+
+    for result in (greedy, top_k, top_p, min_p):
+        assert set(result.token_ids_R.tolist()) == {2}
+    assert greedy.logprobs_R.dtype == torch.float32
+    assert top_logprobs(logits_RV, 2)[0][0].tolist() == [2, 1]
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
 def test_off_values_give_the_full_distribution(seed: int) -> None:
     """NVIDIA/Megatron-LM#6993."""
