@@ -39,14 +39,16 @@ from callboard.gpu.admission import (
 from callboard.gpu.blocks import BlockPool
 from callboard.gpu.cache_spec import CacheSpec
 from callboard.gpu.caches import Caches
+from callboard.gpu.dimensions import BatchDimensions, BatchLimits
 from callboard.gpu.memory import blocks_for
+from callboard.gpu.padding import Padding, StepShape, shape_in, unpadded
 from callboard.gpu.ragged import Lines
 from callboard.gpu.row_rules import RowRules
 from callboard.gpu.rows import NO_ROW, NO_TOKEN, Indices, RowTable
 from callboard.gpu.sampling import SamplingRows
 from callboard.gpu.staging import Staging
-from callboard.gpu.state_slots import StateSlots
-from callboard.gpu.step_inputs import StepInputs, build_inputs
+from callboard.gpu.state_slots import RowSlots, StateSlots
+from callboard.gpu.step_inputs import StepInputs, StepRows, build_inputs, input_bytes
 from callboard.messages.base import TokenIds
 from callboard.messages.errors import CallboardError
 from callboard.messages.steps import Admit, Continue, RowId, RowSampling
@@ -88,6 +90,8 @@ class DynamicContext:
         cache_spec: what the model keeps between steps; its memory is taken at once. None leaves
             the tensors to somebody else.
         num_states: rows that can have a recurrent state, where the model has any; None: all.
+        graphs: what steps are padded to: see `graph_list`. A step that fits none of them is padded
+            to round dimensions; None: no step is padded.
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class DynamicContext:
         pool: BlockPool | None = None,
         cache_spec: CacheSpec | None = None,
         num_states: int | None = None,
+        graphs: Sequence[BatchDimensions] | None = None,
     ) -> None:
         self.max_rows = max_rows
         self.max_tokens = max_tokens
@@ -112,10 +117,8 @@ class DynamicContext:
         self._device = torch.device(device)
         self._pool = pool
         self._spec = cache_spec
-        self._staging = Staging(self._device)
-        self._rows = RowTable(
-            max_rows=max_rows, max_blocks=blocks_for(max_model_len, block_tokens), dummy=self.dummy
-        )
+        max_blocks = blocks_for(max_model_len, block_tokens)
+        self._rows = RowTable(max_rows=max_rows, max_blocks=max_blocks, dummy=self.dummy)
         self._rules = RowRules()
         self._num_rows = 0
         self._num_paused = 0
@@ -123,6 +126,16 @@ class DynamicContext:
         self._prefill_ids: dict[RowId, npt.NDArray[np.int32]] = {}  # chunks of the coming step
         has_states = cache_spec is not None and cache_spec.state is not None
         self._state_slots = StateSlots(self.num_states) if has_states else None
+        self._padding: Padding | None = None
+        self._staging = Staging(self._device)
+        if graphs is not None:
+            limits = BatchLimits(
+                max_tokens=max_tokens,
+                max_requests=min(max_rows, max_tokens),
+                max_model_len=max_model_len,
+            )
+            self._padding = Padding(graphs, limits, strict=has_states)
+            self._staging = Staging(self._device, input_bytes(limits, max_blocks))
         self._caches: Caches | None = None
         self._allocated = False
         self.allocate()
@@ -285,23 +298,31 @@ class DynamicContext:
 
     # A step
 
-    def begin_step(self) -> StepInputs | None:
+    def begin_step(self, graph: BatchDimensions | None = None) -> StepInputs | None:
         """Return the inputs of a forward pass over every row that can run; None when none can.
 
-        A step that fails changes no row: it may be begun again, or its rows dropped.
+        They are padded to `graph`, say to capture it, or to what the context chooses. A step that
+        fails changes no row: it may be begun again, or its rows dropped. Raises ValueError where
+        the graph has no room for the step.
         """
         if self._end_of_running == self._num_paused:
             return None
         self._put_single_tokens_first()
         running = slice(self._num_paused, self._end_of_running)
         query_lens_R = self._rows["query_length"][running].copy()
-        return build_inputs(
+        rows = StepRows(
             input_ids_T=self._gather_ids(int(query_lens_R.sum())),
             query_lens_R=query_lens_R,
             kv_lens_R=self._rows["kv_length"][running] + query_lens_R,
             block_table_RB=self._rows.block_table[running],
+            state_slots=self._slots_of(running),
             num_sampling=self._num_sampling,
+        )
+        return build_inputs(
+            rows,
+            self._shape_of(rows.dimensions(), graph),
             block_tokens=self.block_tokens,
+            dummy=self.dummy,
             staging=self._staging,
         )
 
@@ -515,6 +536,16 @@ class DynamicContext:
 
     def _lines(self, places: Indices | slice) -> Lines:
         return self._rows["rules"][places].astype(np.int64)
+
+    def _slots_of(self, places: slice) -> RowSlots | None:
+        if self._state_slots is None:
+            return None
+        return RowSlots(self._rows["state_slot"][places], self._state_slots.dummy)
+
+    def _shape_of(self, real: BatchDimensions, graph: BatchDimensions | None) -> StepShape:
+        if graph is not None:
+            return shape_in(graph, real)
+        return self._padding.shape_of(real) if self._padding else unpadded(real)
 
     def _active(self, field: str) -> npt.NDArray[np.int32]:
         return self._rows[field][self._num_paused : self._num_rows]

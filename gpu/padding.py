@@ -23,6 +23,11 @@ class StepShape(msgspec.Struct, frozen=True, kw_only=True):
     padded: BatchDimensions
     graph: BatchDimensions | None = None  # the one it runs in, whose dimensions `padded` then has
 
+    @property
+    def num_decodes(self) -> int:
+        """Decodes in places of decodes; a graph that has too few takes the last for prefills."""
+        return min(self.real.decodes, self.padded.decodes)
+
 
 class Padding:
     """Chooses the shape of each step: that of the least graph with room for it, or a round one.

@@ -224,7 +224,7 @@ class ModelRunner:
         decoder = self._loaded().decoder
         caches = self._ready_context().caches
         hidden_TD = decoder.forward(inputs.input_ids_T, inputs.metadata, caches)
-        return decoder.logits(hidden_TD[inputs.last_token_indices_S])
+        return decoder.logits(inputs.last_tokens(hidden_TD))
 
     def _loaded(self) -> LoadedModel:
         if self._model is None:

@@ -7,9 +7,10 @@ somebody's is there for padding to read and write, the dummy: the last one.
 Letters: D rows that decode, P rows that prefill, T tokens of these. Lengths include padding.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,8 +18,7 @@ from torch import Tensor
 
 from callboard.gpu.admission import OutOfStateSlots
 from callboard.gpu.cache_spec import StateShape
-from callboard.gpu.dimensions import BatchDimensions
-from callboard.gpu.padding import extended
+from callboard.gpu.padding import StepShape, extended
 
 
 class StateSlots:
@@ -99,6 +99,13 @@ class StateCache:
         self._buffers = ()
 
 
+class RowSlots(msgspec.Struct, frozen=True):
+    """The slots of the rows of a step, and the one that padding names."""
+
+    slots_R: npt.NDArray[np.int32]
+    dummy: int
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class StateMetadata:
     """Which states a step reads and writes: those of its decodes first, then those of its prefills.
@@ -114,25 +121,35 @@ class StateMetadata:
     prefill_T: Tensor
     """Which prefill each of the prefills' tokens is of; -1 for padding."""
     num_decodes: int
-    num_prefills: int
+    """Without padding."""
 
 
 def state_arrays(
-    slots_R: npt.NDArray[np.int32],
-    query_lens_R: npt.NDArray[np.int32],
-    num_decodes: int,
-    *,
-    padded: BatchDimensions,
-    dummy: int,
+    rows: RowSlots, query_lens_R: npt.NDArray[np.int32], shape: StepShape
 ) -> list[npt.NDArray[np.int32]]:
-    """Return the arrays of `StateMetadata` for rows of which the first `num_decodes` decode."""
+    """Return the four arrays of `StateMetadata`, in its order, for rows whose decodes are first."""
+    padded, num_decodes = shape.padded, shape.num_decodes
     lens_P = query_lens_R[num_decodes:]
     row_T = np.repeat(np.arange(len(lens_P), dtype=np.int32), lens_P)
     cu_seqlens = np.zeros(len(lens_P) + 1, dtype=np.int32)
     np.cumsum(lens_P, out=cu_seqlens[1:])
     return [
-        extended(slots_R[:num_decodes], padded.decodes, dummy),
-        extended(slots_R[num_decodes:], padded.prefills, dummy),
+        extended(rows.slots_R[:num_decodes], padded.decodes, rows.dummy),
+        extended(rows.slots_R[num_decodes:], padded.prefills, rows.dummy),
         extended(cu_seqlens, padded.prefills + 1, cu_seqlens[-1]),
         extended(row_T, padded.tokens - num_decodes, -1),
     ]
+
+
+def state_metadata(tensors: Sequence[Tensor], shape: StepShape) -> StateMetadata | None:
+    """Return what `state_arrays` became on the device; None where there are no arrays."""
+    if not tensors:
+        return None
+    decode_slots_D, prefill_slots_P, prefill_cu_seqlens, prefill_T = tensors
+    return StateMetadata(
+        decode_slots_D=decode_slots_D,
+        prefill_slots_P=prefill_slots_P,
+        prefill_cu_seqlens=prefill_cu_seqlens,
+        prefill_T=prefill_T,
+        num_decodes=shape.num_decodes,
+    )
