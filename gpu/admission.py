@@ -26,6 +26,14 @@ class SequenceOverflow(ContextOverflow):
     """Prompt and output together are longer than the model's context."""
 
 
+class OutOfStateSlots(ContextOverflow):
+    """No slot is left for the recurrent state of one more row."""
+
+
+class MemoryDeallocated(ContextOverflow):
+    """The memory that rows stand in is given back; there is none until it is allocated again."""
+
+
 class RowMismatch(CallboardError):
     """What the caller says of a row is not what the context knows of it; nothing was changed."""
 

@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 
 from callboard.gpu.admission import (
+    MemoryDeallocated,
     RowMismatch,
     RowOverflow,
     check_block_ids,
@@ -36,13 +37,18 @@ from callboard.gpu.admission import (
     check_sequence,
 )
 from callboard.gpu.blocks import BlockPool
+from callboard.gpu.cache_spec import CacheSpec
+from callboard.gpu.caches import Caches
+from callboard.gpu.dimensions import BatchDimensions, BatchLimits
 from callboard.gpu.memory import blocks_for
+from callboard.gpu.padding import Padding, StepShape, shape_in, unpadded
 from callboard.gpu.ragged import Lines
 from callboard.gpu.row_rules import RowRules
 from callboard.gpu.rows import NO_ROW, NO_TOKEN, Indices, RowTable
 from callboard.gpu.sampling import SamplingRows
 from callboard.gpu.staging import Staging
-from callboard.gpu.step_inputs import StepInputs, build_inputs
+from callboard.gpu.state_slots import RowSlots, StateSlots
+from callboard.gpu.step_inputs import StepInputs, StepRows, build_inputs, input_bytes
 from callboard.messages.base import TokenIds
 from callboard.messages.errors import CallboardError
 from callboard.messages.steps import Admit, Continue, RowId, RowSampling
@@ -81,6 +87,11 @@ class DynamicContext:
         num_blocks: blocks of the KV cache; the last one is the dummy.
         device: where the inputs of the model go.
         pool: where `add_request` and `update_requests` take blocks from and return them to.
+        cache_spec: what the model keeps between steps; its memory is taken at once. None leaves
+            the tensors to somebody else.
+        num_states: rows that can have a recurrent state, where the model has any; None: all.
+        graphs: what steps are padded to: see `graph_list`. A step that fits none of them is padded
+            to round dimensions; None: no step is padded.
     """
 
     def __init__(
@@ -93,22 +104,93 @@ class DynamicContext:
         num_blocks: int,
         device: torch.device | str = "cpu",
         pool: BlockPool | None = None,
+        cache_spec: CacheSpec | None = None,
+        num_states: int | None = None,
+        graphs: Sequence[BatchDimensions] | None = None,
     ) -> None:
         self.max_rows = max_rows
         self.max_tokens = max_tokens
         self.max_model_len = max_model_len
         self.block_tokens = block_tokens
         self.dummy = num_blocks - 1
+        self.num_states = max_rows if num_states is None else num_states
+        self._device = torch.device(device)
         self._pool = pool
-        self._staging = Staging(torch.device(device))
-        self._rows = RowTable(
-            max_rows=max_rows, max_blocks=blocks_for(max_model_len, block_tokens), dummy=self.dummy
-        )
+        self._spec = cache_spec
+        max_blocks = blocks_for(max_model_len, block_tokens)
+        self._rows = RowTable(max_rows=max_rows, max_blocks=max_blocks, dummy=self.dummy)
         self._rules = RowRules()
         self._num_rows = 0
         self._num_paused = 0
         self._half_prefilled: _HalfPrefilled | None = None
         self._prefill_ids: dict[RowId, npt.NDArray[np.int32]] = {}  # chunks of the coming step
+        has_states = cache_spec is not None and cache_spec.state is not None
+        self._state_slots = StateSlots(self.num_states) if has_states else None
+        self._padding: Padding | None = None
+        self._staging = Staging(self._device)
+        if graphs is not None:
+            limits = BatchLimits(
+                max_tokens=max_tokens,
+                max_requests=min(max_rows, max_tokens),
+                max_model_len=max_model_len,
+            )
+            self._padding = Padding(graphs, limits, strict=has_states)
+            self._staging = Staging(self._device, input_bytes(limits, max_blocks))
+        self._caches: Caches | None = None
+        self._allocated = False
+        self.allocate()
+
+    # Memory
+
+    @property
+    def allocated(self) -> bool:
+        """Whether rows can be here: the memory of what the model keeps is taken."""
+        return self._allocated
+
+    @property
+    def bytes(self) -> int:
+        """The size of the caches; 0 while they are deallocated or somebody else's."""
+        return self._caches.bytes if self._caches else 0
+
+    @property
+    def caches(self) -> Caches:
+        """What the model keeps between steps; raises MemoryDeallocated where it is not here."""
+        if self._caches is None:
+            raise MemoryDeallocated(
+                "this context has no caches: they are deallocated, or elsewhere"
+            )
+        return self._caches
+
+    def allocate(self) -> None:
+        """Take the memory of the caches, with no row in them; does nothing where it is taken.
+
+        Raises ConfigError where the blocks have another size than the model needs, and what the
+        device raises where the memory is not there.
+        """
+        if self._allocated:
+            return
+        if self._spec is not None:
+            self._caches = Caches(
+                self._spec,
+                num_blocks=self.dummy + 1,
+                block_tokens=self.block_tokens,
+                num_states=self.num_states,
+                device=self._device,
+            )
+        self._allocated = True
+
+    def deallocate(self) -> None:
+        """Forget all rows and give the memory of the caches back, until `allocate`.
+
+        It returns to the system once nobody holds a layer: see `release_memory`.
+        """
+        self.reset()
+        if self._caches is not None:
+            self._caches.free()
+        self._caches = None
+        self._allocated = False
+
+    # What is here
 
     @property
     def num_rows(self) -> int:
@@ -141,6 +223,10 @@ class DynamicContext:
         """The row whose prompt is not asked for to its end, if there is one."""
         return self._half_prefilled.row if self._half_prefilled else None
 
+    def rows(self) -> npt.NDArray[np.void]:
+        """Return what is known of each row, by place, as a copy: see `ROW` for the fields."""
+        return self._rows.records[: self._num_rows].copy()
+
     # What changes between steps
 
     def add_row(self, admit: Admit) -> None:
@@ -155,6 +241,7 @@ class DynamicContext:
         self._num_rows += 1
         self._rows.write(place, admit.row, admit.sampling)
         self._rows["rules"][place] = self._rules.add(prompt, admit.sampling)
+        self._begin_state(place)
         start, end = admit.cached_tokens, admit.cached_tokens + admit.num_tokens
         self._rows["kv_length"][place] = start
         self._feed(place, prompt[start:end], admit.blocks)
@@ -199,29 +286,43 @@ class DynamicContext:
         if self.half_prefilled_id in rows:
             self._half_prefilled = None
 
-    def reset(self) -> None:
-        """Forget all rows."""
+    def reset(self, *, keep_prefix_cache: bool = False) -> None:
+        """Forget all rows; what is in the caches stays there, though nobody reads it.
+
+        The context's own pool then forgets which blocks hold which prefixes, unless they are kept
+        for rows to come.
+        """
         self.drop(self.row_ids)
+        if self._pool is not None and not keep_prefix_cache:
+            self._pool.forget_all()
 
     # A step
 
-    def begin_step(self) -> StepInputs | None:
+    def begin_step(self, graph: BatchDimensions | None = None) -> StepInputs | None:
         """Return the inputs of a forward pass over every row that can run; None when none can.
 
-        A step that fails changes no row: it may be begun again, or its rows dropped.
+        They are padded to `graph`, say to capture it, or to what the context chooses. A step that
+        fails changes no row: it may be begun again, or its rows dropped. Raises ValueError where
+        the graph has no room for the step.
         """
         if self._end_of_running == self._num_paused:
             return None
         self._put_single_tokens_first()
         running = slice(self._num_paused, self._end_of_running)
         query_lens_R = self._rows["query_length"][running].copy()
-        return build_inputs(
+        rows = StepRows(
             input_ids_T=self._gather_ids(int(query_lens_R.sum())),
             query_lens_R=query_lens_R,
             kv_lens_R=self._rows["kv_length"][running] + query_lens_R,
             block_table_RB=self._rows.block_table[running],
+            state_slots=self._slots_of(running),
             num_sampling=self._num_sampling,
+        )
+        return build_inputs(
+            rows,
+            self._shape_of(rows.dimensions(), graph),
             block_tokens=self.block_tokens,
+            dummy=self.dummy,
             staging=self._staging,
         )
 
@@ -390,11 +491,20 @@ class DynamicContext:
         self.grant(self.row_ids[:count], pool.allocate(count))
 
     def _release(self, places: Indices) -> None:
-        """Give up what rows that leave hold: their rules, and blocks of the context's own pool."""
+        """Give up what leaving rows hold: rules, state slots, blocks of the context's own pool."""
         if len(self._rules):
             self._rules.remove(self._lines(places))
+        if self._state_slots is not None:
+            self._state_slots.give_back(self._rows["state_slot"][places].tolist())
         if self._pool is not None and len(places):
             self._pool.release(self._rows.blocks_of(places))
+
+    def _begin_state(self, place: int) -> None:
+        """Give a new row a slot for its recurrent state, where the model has any."""
+        if self._state_slots is not None:
+            slot = self._state_slots.take()
+            self._rows["state_slot"][place] = slot
+            self.caches.zero_states(slot)
 
     def _shrink(self, num_rows: int) -> None:
         self._rows.clear(num_rows, self._num_rows)
@@ -428,6 +538,16 @@ class DynamicContext:
     def _lines(self, places: Indices | slice) -> Lines:
         return self._rows["rules"][places].astype(np.int64)
 
+    def _slots_of(self, places: slice) -> RowSlots | None:
+        if self._state_slots is None:
+            return None
+        return RowSlots(self._rows["state_slot"][places], self._state_slots.dummy)
+
+    def _shape_of(self, real: BatchDimensions, graph: BatchDimensions | None) -> StepShape:
+        if graph is not None:
+            return shape_in(graph, real)
+        return self._padding.shape_of(real) if self._padding else unpadded(real)
+
     def _active(self, field: str) -> npt.NDArray[np.int32]:
         return self._rows[field][self._num_paused : self._num_rows]
 
@@ -456,7 +576,15 @@ class DynamicContext:
             raise RowMismatch("this context has no block pool: its caller grants blocks")
         return self._pool
 
+    def _check_memory(self, num_rows: int) -> None:
+        """Raise unless that many rows find memory for what the model keeps of each."""
+        if not self._allocated:
+            raise MemoryDeallocated("no row can be added: the context is deallocated")
+        if self._state_slots is not None:
+            self._state_slots.check_room(num_rows)
+
     def _check_admit(self, admit: Admit, prompt: npt.NDArray[np.int32]) -> None:
+        self._check_memory(1)
         if self._num_rows == self.max_rows:
             raise RowOverflow(f"row {admit.row} does not fit: all {self.max_rows} rows are taken")
         if (self._rows["id"][: self._num_rows] == admit.row).any():

@@ -1,7 +1,12 @@
-"""The KV cache: one buffer that holds the keys and values of all layers, block by block."""
+"""The KV cache: one buffer that holds what attention keeps of every token, block by block.
+
+Letters: T tokens of a step, K key/value heads, H head size, W width of a latent vector.
+"""
 
 import torch
 from torch import Tensor
+
+from callboard.gpu.attention.base import write_kv
 
 
 class KVCache:
@@ -45,6 +50,53 @@ class KVCache:
         if not self._layers:
             raise RuntimeError("the KV cache is freed")
         return self._layers[index]
+
+    def append(self, index: int, k_TKH: Tensor, v_TKH: Tensor, slot_mapping: Tensor) -> None:
+        """Store the keys and values of a step's tokens in the slots named for them, int64 [T]."""
+        write_kv(k_TKH, v_TKH, *self.layer(index), slot_mapping)
+
+    def free(self) -> None:
+        """Let the buffer go; its memory returns as soon as nobody else holds a layer of it."""
+        self._layers = []
+        self._bytes = 0
+
+
+class LatentCache:
+    """Latent vectors in `[layers, blocks, block_tokens, width]`, resident like `KVCache`."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_tokens: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        shape = (num_layers, num_blocks, block_tokens, width)
+        buffer = torch.zeros(shape, dtype=dtype, device=device)
+        self._layers = list(buffer.unbind())
+        self._bytes = buffer.nbytes
+
+    @property
+    def bytes(self) -> int:
+        """The size of the buffer; 0 once it is freed."""
+        return self._bytes
+
+    def layer(self, index: int) -> Tensor:
+        """Return the layer's cache, `[blocks, block_tokens, width]`.
+
+        Raises RuntimeError once the buffer is freed.
+        """
+        if not self._layers:
+            raise RuntimeError("the KV cache is freed")
+        return self._layers[index]
+
+    def append(self, index: int, latent_TW: Tensor, slot_mapping: Tensor) -> None:
+        """Store the vectors of a step's tokens in the slots named for them, int64 [T]."""
+        cache = self.layer(index)
+        cache.flatten(0, 1).index_copy_(0, slot_mapping, latent_TW.to(cache.dtype))
 
     def free(self) -> None:
         """Let the buffer go; its memory returns as soon as nobody else holds a layer of it."""

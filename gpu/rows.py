@@ -26,6 +26,7 @@ ROW = np.dtype(
         ("max_tokens", np.int32),
         ("min_tokens", np.int32),
         ("num_stop_ids", np.int32),
+        ("state_slot", np.int32),  # of its recurrent state; NO_SLOT where the model has none
         ("rules", np.int32),  # the row's line in `RowRules`; 0 where it has none
         ("temperature", np.float32),
         ("top_k", np.int32),
@@ -38,6 +39,7 @@ ROW = np.dtype(
 
 NO_ROW = -1
 NO_TOKEN = -1
+NO_SLOT = -1
 
 
 class RowTable:
@@ -113,6 +115,7 @@ class RowTable:
         """Empty the places from `start` up to `stop`."""
         self.records[start:stop] = np.zeros((), dtype=ROW)
         self["id"][start:stop] = NO_ROW
+        self["state_slot"][start:stop] = NO_SLOT
         self.block_table[start:stop] = self._dummy
         self._stop_ids[start:stop] = NO_TOKEN
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from callboard.gpu.batch_invariant import BatchInvariantDecoder
+from callboard.gpu.cache_spec import CacheSpec, KeyValueShape, LayerKind
 from callboard.gpu.context import DynamicContext, StepOutcome
 from callboard.gpu.device import (
     choose_device,
@@ -28,9 +29,8 @@ from callboard.gpu.device import (
     resident_bytes,
     wait_for,
 )
-from callboard.gpu.kv_cache import KVCache
 from callboard.gpu.loading import LoadedModel, load_model, read_config
-from callboard.gpu.memory import block_bytes, blocks_in, format_bytes
+from callboard.gpu.memory import blocks_in, format_bytes
 from callboard.gpu.models.config import DecoderConfig
 from callboard.gpu.models.decoder import Decoder
 from callboard.gpu.sampling import sample, top_logprobs
@@ -95,10 +95,10 @@ class ModelRunner:
         self._device = choose_device(config.device)
         self._dtype = choose_dtype(self._device, config.dtype)
         self._model: LoadedModel | None = None
-        self._kv_cache: KVCache | None = None
         self._context: DynamicContext | None = None
         decoder = read_config(config.model).decoder
-        self.num_blocks = _num_blocks(config, decoder, self._dtype)
+        self._cache_spec = _cache_spec(decoder, self._dtype)
+        self.num_blocks = _num_blocks(config, self._cache_spec)
         """Blocks of the KV cache, the dummy included."""
         self.max_model_len = _max_model_len(config, decoder)
         """Most tokens of a sequence, prompt and output."""
@@ -106,7 +106,7 @@ class ModelRunner:
     @property
     def kv_bytes(self) -> int:
         """Bytes of the KV cache; 0 while it is freed."""
-        return self._kv_cache.bytes if self._kv_cache else 0
+        return self._context.bytes if self._context else 0
 
     @property
     def weights_bytes(self) -> int:
@@ -167,27 +167,10 @@ class ModelRunner:
 
     def allocate(self) -> None:
         """Take the KV cache's memory and begin with no rows; the model must have been loaded."""
-        if self._kv_cache is not None:
-            return
-        decoder = self._loaded().config.decoder
-        with torch.inference_mode():
-            self._kv_cache = KVCache(
-                num_layers=decoder.num_layers,
-                num_blocks=self.num_blocks,
-                block_tokens=self._config.block_tokens,
-                num_kv_heads=decoder.num_kv_heads,
-                head_dim=decoder.head_dim,
-                dtype=self._dtype,
-                device=self._device,
-            )
-        self._context = DynamicContext(
-            max_rows=self._config.max_rows,
-            max_tokens=self._config.max_tokens,
-            max_model_len=self.max_model_len,
-            block_tokens=self._config.block_tokens,
-            num_blocks=self.num_blocks,
-            device=self._device,
-        )
+        self._loaded()
+        if self._context is None:
+            self._context = self._make_context()
+        self._context.allocate()
 
     def execute(self, step: RunStep) -> StepDone:
         """Take in what the step brings and run one forward pass over every row that can run.
@@ -217,12 +200,10 @@ class ModelRunner:
 
     def free_kv(self) -> int:
         """Give the KV cache's memory back and forget all rows; return the bytes as measured."""
-        if self._kv_cache is None:
+        if self._context is None or not self._context.allocated:
             return 0
         before = resident_bytes(self._device)
-        self._kv_cache.free()
-        self._kv_cache = None
-        self._context = None
+        self._context.deallocate()
         release_memory(self._device)
         return before - resident_bytes(self._device)
 
@@ -235,12 +216,22 @@ class ModelRunner:
         release_memory(self._device)
         return before - resident_bytes(self._device)
 
+    def _make_context(self) -> DynamicContext:
+        return DynamicContext(
+            max_rows=self._config.max_rows,
+            max_tokens=self._config.max_tokens,
+            max_model_len=self.max_model_len,
+            block_tokens=self._config.block_tokens,
+            num_blocks=self.num_blocks,
+            device=self._device,
+            cache_spec=self._cache_spec,
+        )
+
     def _logits(self, inputs: StepInputs) -> Tensor:
         """Return the logits of the rows that sample, [S, V], float32 at least."""
-        decoder = self._decoder()
-        assert self._kv_cache is not None
-        hidden_TD = decoder.forward(inputs.input_ids_T, inputs.metadata, self._kv_cache)
-        return decoder.logits(hidden_TD[inputs.last_token_indices_S])
+        caches = self._ready_context().caches
+        hidden_TD = self._decoder().forward(inputs.input_ids_T, inputs.metadata, caches)
+        return self._decoder().logits(inputs.last_tokens(hidden_TD))
 
     def _decoder(self) -> Decoder | BatchInvariantDecoder:
         decoder = self._loaded().decoder
@@ -253,7 +244,7 @@ class ModelRunner:
 
     def _ready_context(self) -> DynamicContext:
         self._loaded()
-        if self._context is None:
+        if self._context is None or not self._context.allocated:
             raise NotReady("the KV cache is not allocated: call allocate first")
         return self._context
 
@@ -266,14 +257,17 @@ class ModelRunner:
             )
 
 
-def _num_blocks(config: RunnerConfig, decoder: DecoderConfig, dtype: torch.dtype) -> int:
-    size = block_bytes(
-        num_layers=decoder.num_layers,
-        block_tokens=config.block_tokens,
-        num_kv_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_dim,
-        itemsize=dtype.itemsize,
+def _cache_spec(decoder: DecoderConfig, dtype: torch.dtype) -> CacheSpec:
+    attention: LayerKind = "attention"
+    return CacheSpec(
+        layers=(attention,) * decoder.num_layers,
+        attention=KeyValueShape(num_kv_heads=decoder.num_kv_heads, head_dim=decoder.head_dim),
+        dtype=dtype,
     )
+
+
+def _num_blocks(config: RunnerConfig, spec: CacheSpec) -> int:
+    size = spec.block_bytes(config.block_tokens)
     num_blocks = config.num_blocks
     if num_blocks is None:
         num_blocks = blocks_in(config.kv_cache_gb or 0.0, size)

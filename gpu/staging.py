@@ -8,19 +8,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 64  # bytes; any element type and any vector load may start there
+ALIGNMENT = 64  # bytes; any element type and any vector load may start there
 
 
 class Staging:
     """A host buffer, pinned for a GPU, and its twin on the device; on the CPU they are one.
 
     What `send` returns is a view of the buffer: it holds until the next `send`, and a caller must
-    have waited for the device before it sends again.
+    have waited for the device before it sends again. Arrays of the same shapes come to the same
+    address each time, unless others outgrew the buffer meanwhile.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_bytes: int = 1 << 16) -> None:
         self._device = device
-        self._allocate(1 << 16)
+        self._allocate(num_bytes)
 
     def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[Tensor]:
         """Return the arrays as tensors on the device, with their dtypes and shapes."""
@@ -45,7 +46,7 @@ class Staging:
 
 
 def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _view(buffer: Tensor, start: int, array: npt.NDArray[Any]) -> Tensor:

@@ -24,14 +24,16 @@ class AttentionMetadata:
     Rows of query length 1 come first (`num_decodes` of them), longer ones after. `kv_lens_host` and
     `query_lens_host` repeat on the CPU what a backend must know to launch work without waiting for
     the device. Tokens beyond `cu_seqlens_q[-1]` are padding: their keys and values go to the slots
-    named for them, and what attention returns for them means nothing. Make a new object for each
-    step: backends remember by identity what they worked out from the last one.
+    named for them, and what attention returns for them means nothing. Rows beyond `num_rows` are
+    padding too: the tensors have them, with query length and KV length 0 and blocks that are
+    nobody's, the arrays on the CPU do not. Make a new object for each step: backends remember by
+    identity what they worked out from the last one.
     """
 
     cu_seqlens_q: Tensor
     """int32 [R + 1]: row r owns tokens cu_seqlens_q[r] to cu_seqlens_q[r + 1]."""
     seqlens_k: Tensor
-    """int32 [R]: cached tokens of each row, those of this step included; at least 1."""
+    """int32 [R]: cached tokens of each row, those of this step included; 0 only for padding."""
     block_table: Tensor
     """int32 [R, max_blocks]: the row's blocks in order; after its last, any valid block."""
     slot_mapping: Tensor
@@ -44,10 +46,11 @@ class AttentionMetadata:
     query_lens_host: npt.NDArray[np.int32]
     """[R], on the CPU."""
     kv_lens_host: npt.NDArray[np.int32]
-    """[R], on the CPU; equals seqlens_k."""
+    """[R], on the CPU; equals seqlens_k but for its padding."""
 
     @property
     def num_rows(self) -> int:
+        """Rows without those of padding."""
         return len(self.query_lens_host)
 
 
