@@ -399,6 +399,45 @@ def test_a_prompt_gets_the_same_tokens_alone_batched_chunked_and_on_the_cpu(
     assert alone == batched == chunked == on_cpu
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="sdpa"),
+        pytest.param({"dtype": "bfloat16"}, id="sdpa in bfloat16"),
+        pytest.param(
+            {"dtype": "bfloat16", "attention": "flash", "block_tokens": 256},
+            id="flash",
+            marks=needs_flash,
+        ),
+    ],
+)
+def test_a_batch_invariant_row_gets_the_same_bits_alone_and_batched(
+    settings: dict[str, Any],
+) -> None:
+    runner = make_runner("cuda", batch_invariant=True, **settings)
+    block_tokens = int(runner.describe()["block_tokens"])
+    blocks = iter(range(NUM_BLOCKS - 1))
+    admits = [
+        Admit(
+            row=row,
+            prompt=pack_ids(prompt),
+            num_tokens=len(prompt),
+            blocks=tuple(itertools.islice(blocks, blocks_for(len(prompt), block_tokens))),
+            sampling=msgspec.structs.replace(make_sampling(), logprobs=20),
+        )
+        for row, prompt in enumerate(PROMPTS)
+    ]
+    alone: dict[int, Any] = {}
+    for admit in admits:
+        alone |= runner.execute(RunStep(step=0, admits=(admit,))).top_logprobs
+        runner.drop([admit.row])
+
+    together = runner.execute(RunStep(step=1, admits=tuple(admits))).top_logprobs
+
+    assert together == alone
+    assert len(alone) == len(PROMPTS)
+
+
 def test_chunks_do_not_overtake_a_slow_device(runner: ModelRunner) -> None:
     """A chunk that samples nothing reads nothing back: the next must not replace its inputs."""
     prompts = [PROMPTS[3]]

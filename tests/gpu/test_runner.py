@@ -601,6 +601,22 @@ def test_a_batch_invariant_row_gets_the_same_bits_of_weights_that_were_loaded_ag
     assert bits(run_alone(runner, temperature=0.9)) == bits(before)
 
 
+def test_which_of_equal_logits_a_batch_invariant_row_is_told_is_its_own_affair() -> None:
+    """torch's topk orders ties by how many are wanted, and in bfloat16 there are many ties."""
+    runner = make_runner(make_config(dtype="bfloat16", batch_invariant=True))
+    few, many = make_sampling(logprobs=5), make_sampling(logprobs=20)
+    admits = [admit(row, few, prompt=(row, row + 1)) for row in range(12)]
+    alone = dict[int, Any]()
+    for each in admits:
+        alone |= runner.execute(RunStep(step=1, admits=(each,))).top_logprobs
+        runner.drop([each.row])
+
+    beside = admit(12, many, prompt=(99,))
+    together = runner.execute(RunStep(step=1, admits=(*admits, beside))).top_logprobs
+
+    assert {row: together[row] for row in alone} == alone
+
+
 def test_batch_invariant_rows_that_want_no_log_probs_are_sent_none(
     invariant_runner: ModelRunner,
 ) -> None:
