@@ -39,10 +39,11 @@ class RowMismatch(CallboardError):
 
 
 def check_sequence(admit: Admit, num_prompt: int, max_model_len: int) -> None:
-    """Raise unless the row has a token to sample and room for all it may sample."""
+    """Raise unless the row has tokens left to sample, or is to have none, and room for them."""
     sampling = admit.sampling
     num_new = sampling.max_tokens - sampling.first_position
-    if num_new < 1:
+    is_to_sample_none = sampling.max_tokens == sampling.first_position == 0
+    if num_new < 1 and not is_to_sample_none:
         raise RowMismatch(
             f"row {admit.row} has no token to sample: its max_tokens is {sampling.max_tokens}, its"
             f" first_position {sampling.first_position}"

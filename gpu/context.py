@@ -57,23 +57,48 @@ from callboard.messages.steps import Admit, Continue, RowId, RowSampling
 class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a step did to the rows, each named by its id.
 
-    `rows_S` and `token_ids_S` go together and are in the order of the logits. Rows in `failed`,
-    `stopped` and `full` have left; rows in `paused` wait for a block from now on.
+    `kept_S` says which of the sampling rows, in the order of the logits, have a token now: those of
+    `rows`, with it in `token_ids`. Rows in `failed`, `stopped` and `full` have left; rows in
+    `paused` wait for a block from now on.
     """
 
-    rows_S: npt.NDArray[np.int64]
-    token_ids_S: npt.NDArray[np.int32]
+    kept_S: npt.NDArray[np.bool_]
+    rows: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int32]
     stopped: npt.NDArray[np.int64]
     full: npt.NDArray[np.int64]
     failed: npt.NDArray[np.int64]
     paused: npt.NDArray[np.int64]
 
 
-class _HalfPrefilled(msgspec.Struct, frozen=True):
-    """The last row, while chunks of its prompt are still to be asked for."""
+class PromptTargets(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of the step whose logits say how likely their successors in the prompt were.
+
+    `tokens` is where they stand among the step's, `target_ids` the successors, of which the first
+    is token number `start` of the prompt. `num_top` is how many alternatives are wanted for each.
+    """
 
     row: RowId
-    prompt: npt.NDArray[np.int32]
+    start: int
+    tokens: slice
+    target_ids: npt.NDArray[np.int32]
+    num_top: int
+
+
+class _Prompt(msgspec.Struct, frozen=True):
+    """The prompt of a row, and what is wanted of its log-probabilities."""
+
+    row: RowId
+    ids: npt.NDArray[np.int32]
+    logprobs: int
+
+
+class _Targets(msgspec.Struct, frozen=True):
+    """Successors of a chunk's tokens, from number `start` of the prompt on."""
+
+    start: int
+    ids: npt.NDArray[np.int32]
+    num_top: int
 
 
 class DynamicContext:
@@ -122,8 +147,10 @@ class DynamicContext:
         self._rules = RowRules()
         self._num_rows = 0
         self._num_paused = 0
-        self._half_prefilled: _HalfPrefilled | None = None
+        self._half_prefilled: _Prompt | None = None  # the last row, while chunks are to come
         self._prefill_ids: dict[RowId, npt.NDArray[np.int32]] = {}  # chunks of the coming step
+        self._targets: dict[RowId, _Targets] = {}  # of those chunks, where log-probs are wanted
+        self._departed: set[RowId] = set()  # with the last step
         has_states = cache_spec is not None and cache_spec.state is not None
         self._state_slots = StateSlots(self.num_states) if has_states else None
         self._padding: Padding | None = None
@@ -242,25 +269,36 @@ class DynamicContext:
         self._rows.write(place, admit.row, admit.sampling)
         self._rows["rules"][place] = self._rules.add(prompt, admit.sampling)
         self._begin_state(place)
-        start, end = admit.cached_tokens, admit.cached_tokens + admit.num_tokens
-        self._rows["kv_length"][place] = start
-        self._feed(place, prompt[start:end], admit.blocks)
+        self._rows["kv_length"][place] = admit.cached_tokens
+        whole = _Prompt(admit.row, prompt, admit.sampling.prompt_logprobs)
+        end = self._feed(place, whole, admit)
         if end < len(prompt):
-            self._half_prefilled = _HalfPrefilled(admit.row, prompt)
+            self._half_prefilled = whole
         elif self._half_prefilled is not None:
             self._rows.swap(np.array([place - 1]), np.array([place]))
 
     def continue_row(self, step: Continue) -> None:
-        """Make the next chunk of the half prefilled row part of the coming step."""
+        """Make the next chunk of the half prefilled row part of the coming step.
+
+        Ignored where the row ended in the last step: whoever asks may not know it yet.
+        """
+        if step.row in self._departed:
+            return
         place = self._num_rows - 1
-        prompt, start = self._check_continue(step, place)
-        end = start + step.num_tokens
-        self._feed(place, prompt[start:end], step.blocks)
-        if end == len(prompt):
+        prompt = self._check_continue(step, place)
+        end = self._feed(place, prompt, step)
+        if end == len(prompt.ids):
             self._half_prefilled = None
 
     def grant(self, rows: Sequence[RowId], blocks: Sequence[int]) -> None:
-        """Let paused rows go on, each with its new block; the others keep their order."""
+        """Let paused rows go on, each with its new block; the others keep their order.
+
+        Rows that ended in the last step are ignored: whoever grants may not know it yet.
+        """
+        if not self._departed.isdisjoint(rows):
+            staying = [index for index, row in enumerate(rows) if row not in self._departed]
+            rows = [rows[index] for index in staying]
+            blocks = [blocks[index] for index in staying]
         if len(rows) == 0:
             return
         places = self._check_grant(rows, blocks)
@@ -283,6 +321,7 @@ class DynamicContext:
         self._shrink(len(staying))
         for row in rows:
             self._prefill_ids.pop(row, None)
+            self._targets.pop(row, None)
         if self.half_prefilled_id in rows:
             self._half_prefilled = None
 
@@ -351,32 +390,63 @@ class DynamicContext:
         """Return what each sampling row asks for, [S]: see `RowSampling.logprobs`."""
         return self._rows["logprobs"][self._num_paused : self._end_of_sampling].copy()
 
+    def prompt_targets(self) -> list[PromptTargets]:
+        """Return what the step that was begun can say of prompts whose log-probs are wanted."""
+        if not self._targets:
+            return []
+        running = slice(self._num_paused, self._end_of_running)
+        starts = (
+            np.cumsum(self._rows["query_length"][running]) - self._rows["query_length"][running]
+        )
+        found = zip(self._rows["id"][running].tolist(), starts.tolist(), strict=True)
+        return [
+            PromptTargets(
+                row=row,
+                start=targets.start,
+                tokens=slice(first, first + len(targets.ids)),
+                target_ids=targets.ids,
+                num_top=targets.num_top,
+            )
+            for row, first in found
+            if (targets := self._targets.get(row)) is not None
+        ]
+
     def finish_step(
         self,
         token_ids_S: npt.NDArray[np.integer[Any]],
         failed_S: npt.NDArray[np.bool_] | None = None,
+        *,
+        failed_prompts: Collection[RowId] = (),
     ) -> StepOutcome:
         """Take the tokens the step sampled: rows end, go on, or wait for a block.
 
         A row ends with one of its stop ids once `min_tokens` tokens precede it, with its last
-        allowed token, or where `failed_S` says that its token is none.
+        allowed token, where `failed_S` says that its token is none, or when it is one of
+        `failed_prompts`. One that may have no token at all ends with its prompt.
         """
         self._check_sampled("tokens", len(token_ids_S))
         tokens_S = np.asarray(token_ids_S, dtype=np.int32)
         sampling = slice(self._num_paused, self._end_of_sampling)
         records = self._rows.records[sampling]
-        failed = np.zeros(len(records), dtype=np.bool_) if failed_S is None else failed_S
+        failed = np.isin(records["id"], list(failed_prompts))
+        if failed_S is not None:
+            failed |= failed_S
+        kept = (records["max_tokens"] > 0) & ~failed
         is_stop_id = (self._rows.stop_ids_of(sampling) == tokens_S[:, None]).any(axis=1)
-        stopped = is_stop_id & (records["position"] >= records["min_tokens"]) & ~failed
+        stopped = is_stop_id & (records["position"] >= records["min_tokens"]) & kept
         full = (records["position"] + 1 >= records["max_tokens"]) & ~stopped & ~failed
         ids = records["id"].copy()
+        half_failed = [row for row in failed_prompts if row == self.half_prefilled_id]
+        self.drop(half_failed)
         paused = self._advance(tokens_S, leaving=stopped | full | failed)
+        self._departed = {*ids[stopped | full | failed].tolist(), *half_failed}
         return StepOutcome(
-            rows_S=ids[~failed],
-            token_ids_S=tokens_S[~failed],
+            kept_S=kept,
+            rows=ids[kept],
+            token_ids=tokens_S[kept],
             stopped=ids[stopped],
             full=ids[full],
-            failed=ids[failed],
+            failed=np.array([*ids[failed].tolist(), *half_failed], dtype=np.int64),
             paused=paused,
         )
 
@@ -452,6 +522,7 @@ class DynamicContext:
         self._rows["next_token"][sampling] = token_ids_S
         self._rows["position"][sampling] += 1
         self._prefill_ids.clear()
+        self._targets.clear()
         if len(self._rules):
             self._rules.record(self._lines(sampling), token_ids_S)
         self._release(self._num_paused + np.flatnonzero(leaving))
@@ -510,13 +581,19 @@ class DynamicContext:
         self._rows.clear(num_rows, self._num_rows)
         self._num_rows = num_rows
 
-    def _feed(self, place: int, ids: npt.NDArray[np.int32], blocks: tuple[int, ...]) -> None:
-        """Make these tokens of a row's prompt part of the coming step."""
+    def _feed(self, place: int, prompt: _Prompt, step: Admit | Continue) -> int:
+        """Make a chunk of a row's prompt part of the coming step; return where it ends."""
         record = self._rows.records[place]
-        self._rows.append_blocks(place, blocks)
-        record["query_length"] = len(ids)
-        record["last_offset"] = (record["kv_length"] + len(ids) - 1) % self.block_tokens
-        self._prefill_ids[int(record["id"])] = ids
+        start = int(record["kv_length"])
+        end = start + step.num_tokens
+        self._rows.append_blocks(place, step.blocks)
+        record["query_length"] = step.num_tokens
+        record["last_offset"] = (end - 1) % self.block_tokens
+        self._prefill_ids[prompt.row] = prompt.ids[start:end]
+        if prompt.logprobs >= 0 and start + 1 < len(prompt.ids):
+            successors = prompt.ids[start + 1 : end + 1]
+            self._targets[prompt.row] = _Targets(start + 1, successors, prompt.logprobs)
+        return end
 
     # What the rows are asked
 
@@ -597,16 +674,15 @@ class DynamicContext:
                 f"row {admit.row} cannot be prefilled in part: row {self._half_prefilled.row} is"
             )
 
-    def _check_continue(self, step: Continue, place: int) -> tuple[npt.NDArray[np.int32], int]:
-        """Return the prompt and how much of it is cached."""
+    def _check_continue(self, step: Continue, place: int) -> _Prompt:
         half = self._half_prefilled
         if half is None or half.row != step.row:
             raise RowMismatch(f"row {step.row} cannot be continued: it is not half prefilled")
         if step.row in self._prefill_ids:
             raise RowMismatch(f"row {step.row} has a chunk in this step already")
         num_cached = int(self._rows["kv_length"][place])
-        self._check_chunk(step, num_cached=num_cached, num_prompt=len(half.prompt))
-        return half.prompt, num_cached
+        self._check_chunk(step, num_cached=num_cached, num_prompt=len(half.ids))
+        return half
 
     def _check_chunk(self, step: Admit | Continue, *, num_cached: int, num_prompt: int) -> None:
         check_chunk(step, num_cached=num_cached, num_prompt=num_prompt)

@@ -30,15 +30,15 @@ from callboard.gpu.device import (
     wait_for,
 )
 from callboard.gpu.loading import LoadedModel, load_model, read_config
+from callboard.gpu.logprobs import PIECE_TOKENS, likeliest, score_prompt
 from callboard.gpu.memory import blocks_in, format_bytes
 from callboard.gpu.models.config import DecoderConfig
 from callboard.gpu.models.decoder import Decoder
-from callboard.gpu.sampling import sample, top_logprobs
+from callboard.gpu.sampling import sample
 from callboard.gpu.step_inputs import StepInputs
 from callboard.messages.errors import CallboardError, ConfigError
+from callboard.messages.logprobs import PromptLogprobs, TopLogprobs
 from callboard.messages.steps import DeviceReady, RowFailure, RowId, RunStep, StepDone
-
-TopLogprobs = tuple[tuple[int, float], ...]
 
 
 class NotReady(CallboardError):
@@ -187,11 +187,17 @@ class ModelRunner:
                 step=step.step, rows=(), token_ids=b"", seconds=time.perf_counter() - start
             )
         with torch.inference_mode():
+            hidden_TD = self._hidden(inputs)
+            scores = self._score_prompts(hidden_TD, context)
             sample_rows = _sample_one_by_one if self._config.batch_invariant else _sample
-            sampled = sample_rows(self._logits(inputs), context)
+            sampled = sample_rows(self._logits(inputs.last_tokens(hidden_TD)), context)
         wait_for(self._device)  # where no row sampled, nothing was read back and it still computes
-        outcome = context.finish_step(sampled.token_ids_S, sampled.failed_S)
-        return _report(step, inputs, sampled, outcome, start)
+        outcome = context.finish_step(
+            sampled.token_ids_S,
+            sampled.failed_S,
+            failed_prompts=[row for row, score in scores.items() if score is None],
+        )
+        return _report(step, inputs, sampled, scores, outcome, start)
 
     def drop(self, rows: Collection[RowId]) -> None:
         """Forget rows; ids that are not here are ignored."""
@@ -227,11 +233,22 @@ class ModelRunner:
             cache_spec=self._cache_spec,
         )
 
-    def _logits(self, inputs: StepInputs) -> Tensor:
-        """Return the logits of the rows that sample, [S, V], float32 at least."""
+    def _score_prompts(
+        self, hidden_TD: Tensor, context: DynamicContext
+    ) -> dict[RowId, PromptLogprobs | None]:
+        """Return the log-probs of prompts that want them; None for those that are not numbers."""
+        piece = 1 if self._config.batch_invariant else PIECE_TOKENS
+        return {
+            targets.row: score_prompt(targets, hidden_TD, self._logits, piece_tokens=piece)
+            for targets in context.prompt_targets()
+        }
+
+    def _hidden(self, inputs: StepInputs) -> Tensor:
         caches = self._ready_context().caches
-        hidden_TD = self._decoder().forward(inputs.input_ids_T, inputs.metadata, caches)
-        return self._decoder().logits(inputs.last_tokens(hidden_TD))
+        return self._decoder().forward(inputs.input_ids_T, inputs.metadata, caches)
+
+    def _logits(self, hidden_RD: Tensor) -> Tensor:
+        return self._decoder().logits(hidden_RD)
 
     def _decoder(self) -> Decoder | BatchInvariantDecoder:
         decoder = self._loaded().decoder
@@ -315,7 +332,7 @@ def _sample(logits_SV: Tensor, context: DynamicContext, which: slice = slice(Non
         token_ids_S=result.token_ids_R.cpu().numpy(),
         failed_S=result.nan_rows_R.cpu().numpy(),
         logprobs_S=result.logprobs_R.cpu().numpy() if (wanted_S >= 0).any() else None,
-        top_logprobs_S=_top_logprobs(result.scored_RV, wanted_S),
+        top_logprobs_S=likeliest(result.scored_RV, wanted_S),
     )
 
 
@@ -335,45 +352,30 @@ def _sample_one_by_one(logits_SV: Tensor, context: DynamicContext) -> _Sampled:
     )
 
 
-def _top_logprobs(logits_SV: Tensor, wanted_S: npt.NDArray[np.int32]) -> list[TopLogprobs]:
-    """Return as many of the likeliest tokens as each row wants; empty where no row wants any.
-
-    A row gets fewer where fewer are possible at all.
-    """
-    most = int(wanted_S.max(initial=0))
-    if most == 0:
-        return []
-    ids_SK, logprobs_SK = top_logprobs(logits_SV, most)
-    rows = zip(ids_SK.tolist(), logprobs_SK.tolist(), wanted_S.tolist(), strict=True)
-    return [_top_of_row(ids, logprobs, wanted) for ids, logprobs, wanted in rows]
-
-
-def _top_of_row(ids: list[int], logprobs: list[float], wanted: int) -> TopLogprobs:
-    if wanted <= 0:
-        return ()
-    pairs = zip(ids[:wanted], logprobs[:wanted], strict=True)
-    return tuple((token_id, logprob) for token_id, logprob in pairs if logprob > -math.inf)
-
-
 def _report(
-    step: RunStep, inputs: StepInputs, sampled: _Sampled, outcome: StepOutcome, start: float
+    step: RunStep,
+    inputs: StepInputs,
+    sampled: _Sampled,
+    scores: dict[RowId, PromptLogprobs | None],
+    outcome: StepOutcome,
+    start: float,
 ) -> StepDone:
-    rows = tuple(outcome.rows_S.tolist())
-    is_good_S = ~sampled.failed_S
+    rows = tuple(outcome.rows.tolist())
     logprobs_S = sampled.logprobs_S
-    top_S = compress(sampled.top_logprobs_S, is_good_S)
+    top_S = compress(sampled.top_logprobs_S, outcome.kept_S)
     return StepDone(
         step=step.step,
         rows=rows,
-        token_ids=outcome.token_ids_S.tobytes(),
+        token_ids=outcome.token_ids.tobytes(),
         stopped=tuple(outcome.stopped.tolist()),
         full=tuple(outcome.full.tolist()),
         failed=tuple(
             RowFailure(row=row, message="the model computed logits that are not numbers")
             for row in outcome.failed.tolist()
         ),
-        logprobs=b"" if logprobs_S is None else logprobs_S[is_good_S].tobytes(),
+        logprobs=b"" if logprobs_S is None else logprobs_S[outcome.kept_S].tobytes(),
         top_logprobs={row: top for row, top in zip(rows, top_S, strict=False) if top},
         num_tokens=inputs.num_tokens,
         seconds=time.perf_counter() - start,
+        prompt_logprobs={row: score for row, score in scores.items() if score is not None},
     )

@@ -160,13 +160,13 @@ def sample(logits_RV: Tensor, rows: SamplingRows) -> SampleResult:
     logits_RV = logits_RV.to(at_least_float32(logits_RV.dtype)).contiguous()
     with adjusting(logits_RV, rows.banned_rows_B, rows.banned_tokens_B, rows.adjustments):
         peak_R, token_ids_R, chosen_from_RV = _choose(logits_RV, rows)
-    logprobs_R = _logprobs_of(logits_RV, token_ids_R)
+    logprobs_R = logprobs_of(logits_RV, token_ids_R)
     # A NaN under a ban shows in the raw log-probability only.
     nan_rows_R = ~torch.isfinite(peak_R) | torch.isnan(logprobs_R)
     scored_RV = logits_RV
     if rows.processed_R is not None:
         scored_RV = torch.where(rows.processed_R[:, None], chosen_from_RV, logits_RV)
-        logprobs_R = _logprobs_of(scored_RV, token_ids_R)
+        logprobs_R = logprobs_of(scored_RV, token_ids_R)
     return SampleResult(
         token_ids_R=token_ids_R.masked_fill(nan_rows_R, 0),
         logprobs_R=logprobs_R.masked_fill(nan_rows_R, torch.nan),
@@ -213,7 +213,7 @@ def _choose(logits_RV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor, Tens
     return peak_R, token_ids_R, chosen_from_RV
 
 
-def _logprobs_of(logits_RV: Tensor, token_ids_R: Tensor) -> Tensor:
+def logprobs_of(logits_RV: Tensor, token_ids_R: Tensor) -> Tensor:
     return _logprobs(logits_RV, logits_RV.gather(-1, token_ids_R[:, None])).squeeze(-1)
 
 

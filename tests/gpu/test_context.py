@@ -233,7 +233,7 @@ class Caller:
                 paused.add(row)
             else:
                 known.num_fed = 1
-        told = dict(zip(outcome.rows_S.tolist(), outcome.token_ids_S.tolist(), strict=True))
+        told = dict(zip(outcome.rows.tolist(), outcome.token_ids.tolist(), strict=True))
         assert told == {row: token for row, token in chosen.items() if row not in failed}
         assert set(outcome.stopped.tolist()) == stopped
         assert set(outcome.full.tolist()) == full
@@ -303,7 +303,7 @@ def test_a_row_decodes_from_its_last_token_until_its_limit() -> None:
 
     assert outcome is not None
     assert outcome.full.tolist() == [row]
-    assert outcome.token_ids_S.tolist() == [13]
+    assert outcome.token_ids.tolist() == [13]
     assert caller.context.num_rows == 0
     caller.check()
 
@@ -394,7 +394,7 @@ def test_a_row_whose_block_is_full_waits_while_others_go_on() -> None:
     outcome = caller.step({full: 24, other: 25})
 
     assert outcome is not None
-    assert outcome.rows_S.tolist() == [full, other]
+    assert outcome.rows.tolist() == [full, other]
     caller.check()
 
 
@@ -432,9 +432,9 @@ def test_a_prompt_in_chunks_is_fed_in_order_and_samples_once() -> None:
     caller.continue_prefill(4)
     third = caller.step()
 
-    assert [len(outcome.rows_S) for outcome in (first, second, third) if outcome] == [0, 0, 1]
+    assert [len(outcome.rows) for outcome in (first, second, third) if outcome] == [0, 0, 1]
     assert third is not None
-    assert third.rows_S.tolist() == [row]
+    assert third.rows.tolist() == [row]
     caller.check()
 
 
@@ -448,7 +448,7 @@ def test_a_half_prefilled_row_stays_last_and_sits_out_without_a_chunk() -> None:
     outcome = caller.step()
 
     assert outcome is not None
-    assert outcome.rows_S.tolist() == [later]
+    assert outcome.rows.tolist() == [later]
     assert caller.context.half_prefilled_id == half
     assert caller.context.paused_ids == []
     caller.check()
@@ -481,7 +481,7 @@ def test_all_others_may_leave_while_a_row_is_half_prefilled() -> None:
     outcome = caller.step()
 
     assert outcome is not None
-    assert outcome.rows_S.tolist() == [half]
+    assert outcome.rows.tolist() == [half]
     assert caller.context.half_prefilled_id is None
 
 
@@ -635,7 +635,7 @@ def test_a_row_that_failed_leaves_alone() -> None:
 
     assert outcome is not None
     assert outcome.failed.tolist() == [bad]
-    assert outcome.rows_S.tolist() == [good]
+    assert outcome.rows.tolist() == [good]
     assert caller.context.row_ids == [good]
 
 
@@ -670,7 +670,7 @@ def admit(
         (admit(blocks=(0, 49)), RowMismatch, "block 49 is not one of 0 to 48"),
         (admit(blocks=(0, -1)), RowMismatch, "block -1 is not one of"),
         (admit(num_tokens=4, blocks=(0,)), RowMismatch, "prefilled in part: row 7 is"),
-        (admit(sampling=make_sampling(max_tokens=0)), RowMismatch, "no token to sample"),
+        (admit(sampling=make_sampling(max_tokens=-1)), RowMismatch, "no token to sample"),
         (
             admit(sampling=make_sampling(max_tokens=995)),
             SequenceOverflow,
@@ -741,6 +741,74 @@ def test_only_waiting_rows_get_a_block() -> None:
         context.grant([waiting], [49])
     assert context.paused_ids == [waiting]
     caller.check()
+
+
+def test_blocks_and_chunks_for_rows_that_ended_in_the_last_step_are_ignored() -> None:
+    context = make_context()
+    context.add_row(admit(1, prompt=range(4), blocks=(0,), sampling=make_sampling(max_tokens=1)))
+    context.begin_step()
+    context.finish_step(np.array([9]))
+    context.grant([1], [5])
+    context.continue_row(Continue(row=1, num_tokens=1, blocks=()))
+    assert context.num_rows == 0
+    with pytest.raises(RowMismatch, match="wait for none"):
+        context.grant([2], [5])
+
+
+def test_a_row_that_ended_a_step_earlier_is_unknown_again() -> None:
+    context = make_context()
+    context.add_row(admit(1, prompt=range(4), blocks=(0,), sampling=make_sampling(max_tokens=1)))
+    context.add_row(admit(2, prompt=range(3), blocks=(1,)))
+    for count in (2, 1):
+        context.begin_step()
+        context.finish_step(np.arange(count))
+    with pytest.raises(RowMismatch, match="wait for none"):
+        context.grant([1], [5])
+
+
+def test_a_row_that_is_to_sample_nothing_leaves_with_its_prompt() -> None:
+    context = make_context()
+    context.add_row(admit(1, prompt=range(6), sampling=make_sampling(max_tokens=0)))
+    context.begin_step()
+    outcome = context.finish_step(np.array([9]))
+    assert (outcome.rows.tolist(), outcome.token_ids.tolist()) == ([], [])
+    assert (outcome.full.tolist(), outcome.stopped.tolist()) == ([1], [])
+    assert context.num_rows == 0
+
+
+def test_targets_are_the_prompt_tokens_behind_those_of_the_chunk() -> None:
+    context = make_context()
+    context.add_row(admit(1, prompt=range(20, 23), blocks=(9,)))
+    sampling = msgspec.structs.replace(make_sampling(), prompt_logprobs=2)
+    context.add_row(admit(2, prompt=range(30, 36), num_tokens=4, blocks=(0,), sampling=sampling))
+    context.begin_step()
+    (targets,) = context.prompt_targets()
+    assert (targets.row, targets.start, targets.num_top) == (2, 1, 2)
+    assert targets.tokens == slice(3, 7)
+    assert targets.target_ids.tolist() == [31, 32, 33, 34]
+    context.finish_step(np.array([9]))
+
+    context.continue_row(Continue(row=2, num_tokens=2, blocks=(1,)))
+    context.begin_step()
+    (targets,) = context.prompt_targets()
+    assert (targets.start, targets.target_ids.tolist()) == (5, [35])  # nothing is behind the last
+    assert targets.tokens == slice(1, 2)
+    context.finish_step(np.array([9, 9]))
+    assert context.prompt_targets() == []
+
+
+def test_rows_whose_prompt_could_not_be_scored_leave_alone() -> None:
+    context = make_context()
+    context.add_row(admit(1, prompt=range(3), blocks=(9,)))
+    context.add_row(admit(2, prompt=range(3), blocks=(8,)))
+    context.add_row(admit(3, prompt=range(8), num_tokens=4, blocks=(0,)))
+    context.begin_step()
+    outcome = context.finish_step(np.array([7, 8]), failed_prompts=[1, 3])
+    assert sorted(outcome.failed.tolist()) == [1, 3]
+    assert (outcome.rows.tolist(), outcome.token_ids.tolist()) == ([2], [8])
+    assert (context.row_ids, context.half_prefilled_id) == ([2], None)
+    context.continue_row(Continue(row=3, num_tokens=4, blocks=(1,)))  # planned before it was known
+    context.check()
 
 
 def test_tokens_for_other_rows_than_those_that_sampled_are_refused() -> None:

@@ -3,7 +3,7 @@
 import math
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from callboard.gpu.blocks import BlockPool
 from callboard.gpu.device import resident_bytes
 from callboard.gpu.memory import blocks_for
 from callboard.gpu.runner import ModelRunner, NotReady, RunnerConfig
-from callboard.gpu.step_inputs import StepInputs
 from callboard.messages.base import pack_ids, unpack_floats, unpack_ids
 from callboard.messages.errors import ConfigError
 from callboard.messages.steps import Admit, Continue, Grant, RowSampling, RunStep, StepDone
@@ -345,13 +344,17 @@ class DtypesSeen(TorchFunctionMode):
 
 def test_a_float64_model_computes_in_nothing_less(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(make_config(dtype="float64"))
-    compute, seen = runner._logits, DtypesSeen()
+    seen = DtypesSeen()
 
-    def compute_and_look(inputs: StepInputs) -> torch.Tensor:
-        with seen:
-            return compute(inputs)
+    def watched(compute: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+        def compute_and_look(of: Any) -> torch.Tensor:
+            with seen:
+                return compute(of)
 
-    monkeypatch.setattr(runner, "_logits", compute_and_look)
+        return compute_and_look
+
+    monkeypatch.setattr(runner, "_hidden", watched(runner._hidden))
+    monkeypatch.setattr(runner, "_logits", watched(runner._logits))
 
     Scheduler(runner).run(make_requests())
 
@@ -437,8 +440,8 @@ def test_rules_choose_what_the_slow_rule_chooses(
 ) -> None:
     compute, seen = runner._logits, list[torch.Tensor]()
 
-    def compute_and_keep(inputs: StepInputs) -> torch.Tensor:
-        seen.append(compute(inputs).clone())
+    def compute_and_keep(hidden_RD: torch.Tensor) -> torch.Tensor:
+        seen.append(compute(hidden_RD).clone())
         return seen[-1]
 
     monkeypatch.setattr(runner, "_logits", compute_and_keep)

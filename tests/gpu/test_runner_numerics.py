@@ -9,6 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -17,6 +19,7 @@ from torch import Tensor
 from callboard.gpu.memory import blocks_for
 from callboard.gpu.runner import ModelRunner, RunnerConfig
 from callboard.messages.base import pack_ids, unpack_floats, unpack_ids
+from callboard.messages.logprobs import PromptLogprobs
 from callboard.messages.steps import Admit, Continue, Grant, RowId, RowSampling, RunStep, StepDone
 
 VOCABULARY = 131
@@ -277,6 +280,86 @@ def test_log_probs_beside_rows_that_decode_are_those_of_transformers(
     check(pair, prompt, told)
     for row, its_prompt in enumerate(prompts, start=1):
         check(pair, its_prompt, told_of(first, row), top=row)
+
+
+# Prompts
+
+
+def score_row(
+    runner: ModelRunner, prompt: Sequence[int], *, row: RowId = 0, chunk: int = 1000, top: int = 3
+) -> tuple[list[PromptLogprobs], StepDone]:
+    """Prefill a row in chunks, without a token to sample; return each chunk's part, and the end."""
+    blocks = blocks_of(row)
+    ends = [*range(0, len(prompt), chunk), len(prompt)]
+    sampling = msgspec.structs.replace(
+        make_sampling(max_tokens=0, top=-1, seed=0), prompt_logprobs=top
+    )
+    first = Admit(
+        row=row,
+        prompt=pack_ids(prompt),
+        num_tokens=ends[1],
+        blocks=tuple(blocks[: blocks_for(ends[1], BLOCK_TOKENS)]),
+        sampling=sampling,
+    )
+    steps = [RunStep(step=1, admits=(first,)), *later_chunks(row, ends[1:], blocks)]
+    done = [runner.execute(step) for step in steps]
+    parts = [each.prompt_logprobs[row] for each in done if row in each.prompt_logprobs]
+    return parts, done[-1]
+
+
+@pytest.mark.parametrize("chunk", [1000, 1, 2, 3, 5, 8])
+def test_log_probs_of_a_prompt_are_those_of_transformers_in_whatever_chunks(
+    pair: Pair, chunk: int
+) -> None:
+    prompt = some_tokens(19)
+
+    parts, done = score_row(pair.runner, prompt, chunk=chunk)
+
+    logprobs = [value for part in parts for value in unpack_floats(part.logprobs)]
+    assert logprobs == pytest.approx(next_logprobs(pair.reference, prompt), abs=TOLERANCE)
+    starts = [1, *np.cumsum([len(part.logprobs) // 4 for part in parts[:-1]]) + 1][: len(parts)]
+    assert [part.start for part in parts] == starts
+    assert (done.rows, done.full) == ((), (0,))
+    assert pair.runner.num_rows == 0
+
+
+def test_the_likeliest_in_the_place_of_each_prompt_token_are_those_of_transformers(
+    pair: Pair,
+) -> None:
+    prompt = some_tokens(11)
+
+    parts, _ = score_row(pair.runner, prompt, chunk=4, top=3)
+
+    expected = reference_logprobs(pair.reference, prompt)[:-1].topk(3)
+    ids = [token_id for part in parts for token_id in unpack_ids(part.top_ids)]
+    values = [value for part in parts for value in unpack_floats(part.top_logprobs)]
+    assert ids == expected.indices.flatten().tolist()
+    assert values == pytest.approx(expected.values.flatten().tolist(), abs=TOLERANCE)
+    assert {part.num_top for part in parts} == {3}
+
+
+def test_a_prompt_is_scored_beside_rows_that_decode(pair: Pair) -> None:
+    run_row(pair.runner, some_tokens(5, seed=5), row=1, max_tokens=1)
+    other = Admit(
+        row=2,
+        prompt=pack_ids(some_tokens(6, seed=6)),
+        num_tokens=6,
+        blocks=tuple(blocks_of(2)[:2]),
+        sampling=make_sampling(max_tokens=20, top=0, seed=2),
+    )
+    pair.runner.execute(RunStep(step=1, admits=(other,)))
+    prompt = some_tokens(13, seed=13)
+
+    parts, _ = score_row(pair.runner, prompt, row=3, chunk=6, top=0)
+
+    logprobs = [value for part in parts for value in unpack_floats(part.logprobs)]
+    assert logprobs == pytest.approx(next_logprobs(pair.reference, prompt), abs=TOLERANCE)
+
+
+def test_a_prompt_of_one_token_has_no_log_probs(pair: Pair) -> None:
+    parts, done = score_row(pair.runner, some_tokens(1))
+    assert parts == []
+    assert done.full == (0,)
 
 
 def test_the_reference_helpers_agree(pair: Pair) -> None:

@@ -1,0 +1,77 @@
+"""Log-probabilities beyond those of the sampled tokens: the likeliest ones, and those of prompts.
+
+Letters: S rows that sample, P prompt tokens whose successors are scored, K likeliest tokens, D the
+model's width, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from callboard.gpu.context import PromptTargets
+from callboard.gpu.sampling import logprobs_of, top_logprobs
+from callboard.messages.logprobs import PromptLogprobs, TopLogprobs
+from callboard.messages.sampling import MAX_LOGPROBS
+
+PIECE_TOKENS = 64
+"""Prompt tokens whose logits are computed together: 64 of 50,000 float32 are 13 MB."""
+
+
+def likeliest(logits_SV: Tensor, wanted_S: npt.NDArray[np.int32]) -> list[TopLogprobs]:
+    """Return as many of the likeliest tokens as each row wants; empty where no row wants any.
+
+    A row gets fewer where fewer are possible at all. As many as a request may ask for are always
+    looked for, since which of several equal ones come first hangs on that number.
+    """
+    most = int(wanted_S.max(initial=0))
+    if most <= 0:
+        return []
+    ids_SK, logprobs_SK = top_logprobs(logits_SV, max(most, MAX_LOGPROBS))
+    rows = zip(ids_SK.tolist(), logprobs_SK.tolist(), wanted_S.tolist(), strict=True)
+    return [_of_row(ids, logprobs, wanted) for ids, logprobs, wanted in rows]
+
+
+def _of_row(ids: list[int], logprobs: list[float], wanted: int) -> TopLogprobs:
+    if wanted <= 0:
+        return ()
+    pairs = zip(ids[:wanted], logprobs[:wanted], strict=True)
+    return tuple((token_id, logprob) for token_id, logprob in pairs if logprob > -math.inf)
+
+
+def score_prompt(
+    targets: PromptTargets,
+    hidden_TD: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
+    *,
+    piece_tokens: int = PIECE_TOKENS,
+) -> PromptLogprobs | None:
+    """Return the log-probabilities of a chunk's successors; None where they are not numbers.
+
+    `logits_of` makes logits [P, V] of hidden states [P, D].
+    """
+    hidden_PD = hidden_TD[targets.tokens]
+    target_P = torch.from_numpy(targets.target_ids.astype(np.int64)).to(hidden_TD.device)
+    pieces = zip(
+        torch.split(hidden_PD, piece_tokens), torch.split(target_P, piece_tokens), strict=True
+    )
+    parts = [_score(logits_of(hidden), target, targets.num_top) for hidden, target in pieces]
+    logprobs_P, top_ids_PK, top_PK = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
+    if logprobs_P.isnan().any():
+        return None
+    return PromptLogprobs(
+        start=targets.start,
+        logprobs=logprobs_P.numpy().tobytes(),
+        num_top=top_PK.shape[1],
+        top_ids=top_ids_PK.to(torch.int32).numpy().tobytes(),
+        top_logprobs=top_PK.numpy().tobytes(),
+    )
+
+
+def _score(logits_PV: Tensor, target_P: Tensor, num_top: int) -> Sequence[Tensor]:
+    """Return the targets' log-probabilities [P], and ids and values of the likeliest, [P, K]."""
+    top_ids_PK, top_PK = top_logprobs(logits_PV, max(num_top, MAX_LOGPROBS))
+    return logprobs_of(logits_PV, target_P), top_ids_PK[:, :num_top], top_PK[:, :num_top]
