@@ -33,8 +33,8 @@ from callboard.messages.blocks import (
     PrefixRequest,
     ReserveBlocks,
 )
-from callboard.messages.errors import Failure, RequestError
-from callboard.messages.requests import Delta, FinishReason
+from callboard.messages.errors import Failure, OutOfBlocks, RequestError, SequenceOverflow
+from callboard.messages.requests import Delta, FinishReason, RequestId
 from callboard.messages.steps import (
     Admit,
     Continue,
@@ -116,32 +116,44 @@ class SchedulingPolicy:
         device = self._known_device()
         return min(device.max_model_len, _most_tokens(device)) - prompt_tokens
 
-    def check_fits(self, prompt_tokens: int, max_tokens: int | None, *, delivered: int = 0) -> int:
+    def check_fits(
+        self,
+        prompt_tokens: int,
+        max_tokens: int | None,
+        *,
+        delivered: int = 0,
+        request_id: RequestId = "",
+    ) -> int:
         """Return the request's max_tokens; raises RequestError when it can never run.
 
+        That is a ContextOverflow, and no transient one, where it is too long for what there is.
         `delivered` is how many tokens it has generated already, in an earlier life.
         """
         device = self._known_device()
         if prompt_tokens >= device.max_model_len:
-            raise RequestError(
+            raise SequenceOverflow(
                 f"the prompt has {prompt_tokens} tokens, and prompt and output together may have "
                 f"{device.max_model_len}",
+                request_id=request_id,
                 field="prompt",
                 allowed=f"1 to {device.max_model_len - 1} tokens",
             )
         wanted = max(1, self.room_for(prompt_tokens)) if max_tokens is None else max_tokens
         if prompt_tokens + wanted > device.max_model_len:
-            raise RequestError(
+            raise SequenceOverflow(
                 f"{prompt_tokens} prompt tokens and max_tokens {wanted} are together over the "
                 f"context of {device.max_model_len}",
+                request_id=request_id,
                 field="max_tokens",
                 allowed=f"1 to {device.max_model_len - prompt_tokens}",
             )
         needed = blocks_for(prompt_tokens + wanted - 1, device.block_tokens)
         if needed > device.num_blocks:
-            raise RequestError(
+            raise OutOfBlocks(
                 f"the request needs {needed} KV blocks of {device.block_tokens} tokens, and the "
                 f"pool has {device.num_blocks}",
+                request_id=request_id,
+                transient=False,
                 field="max_tokens",
                 allowed=f"prompt and output within {_most_tokens(device)} tokens",
             )
@@ -314,7 +326,10 @@ class SchedulingPolicy:
     def _fit_again(self, result: Advanced, request: Request) -> None:
         try:
             request.max_tokens = self.check_fits(
-                len(request.prompt), request.params.max_tokens, delivered=len(request.output)
+                len(request.prompt),
+                request.params.max_tokens,
+                delivered=len(request.output),
+                request_id=request.request_id,
             )
         except RequestError as error:
             self._end(result, request, FinishReason.ERROR, failure=Failure.of(error))
