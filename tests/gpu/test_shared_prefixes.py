@@ -245,12 +245,12 @@ def test_as_many_rows_resume_as_there_are_blocks_to_evict_the_longest_wait_first
     pool.audit()
 
 
-def test_a_context_that_is_reset_leaves_the_prefix_cache_as_it_was() -> None:
+def test_rows_that_all_leave_leave_the_prefix_cache_as_it_was() -> None:
     context, pool = with_own_pool(10)
     blocks = cache(pool, range(8))
     context.add_request(1, pack_ids(range(8)), GREEDY)
 
-    context.reset()
+    context.drop([1])
     pool.release(blocks)
 
     hashes = block_hashes(range(8), 4, salt=b"", weights_version=0)
