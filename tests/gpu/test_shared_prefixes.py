@@ -197,8 +197,9 @@ def with_own_pool(num_blocks: int) -> tuple[DynamicContext, BlockPool]:
 
 
 def update(context: DynamicContext, num_rows: int) -> list[int]:
-    """Finish a step in which so many rows sampled and all go on."""
-    return context.update_requests(np.ones(num_rows, dtype=np.bool_), np.arange(num_rows))
+    """Finish a step in which so many rows sampled and all go on; returns who waits."""
+    context.update_requests(np.ones(num_rows, dtype=np.bool_), np.arange(num_rows))
+    return context.paused_ids
 
 
 def cache(pool: BlockPool, tokens: range) -> list[int]:
@@ -218,9 +219,7 @@ def test_a_row_that_waits_resumes_with_a_cached_block_when_no_other_is_left() ->
     assert update(context, 1) == [1]
 
     pool.release(others)
-    update(context, 0)
-
-    assert context.paused_ids == []
+    assert update(context, 0) == []
     assert (pool.statistics().evictions, pool.free) == (1, 1)
     context.check()
     pool.audit()
@@ -235,13 +234,11 @@ def test_as_many_rows_resume_as_there_are_blocks_to_evict_the_longest_wait_first
     assert update(context, 3) == [1, 2, 3]
 
     pool.release(others[:1])  # free, for what is cached can be evicted
-    update(context, 0)
-    assert context.paused_ids == [2, 3]
+    assert update(context, 0) == [2, 3]
 
     pool.release(others[1:])
     context.begin_step()
-    update(context, 1)
-    assert context.paused_ids == [3]
+    assert update(context, 1) == [3]
     pool.audit()
 
 
