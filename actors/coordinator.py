@@ -260,9 +260,8 @@ class Coordinator(Actor[CoordinatorInbox]):
             self._end([request], FinishReason.ERROR, refused.failure)
             return
         self._routing.close(request)
-        self._listening.send(
-            request.client, Refused(request_id=request.client_id, failure=refused.failure)
-        )
+        failure = request.for_client(refused.failure)
+        self._listening.send(request.client, Refused(request_id=request.client_id, failure=failure))
 
     def _tokens(self, replica: PeerKey, tokens: TokensOut) -> None:
         by_client: defaultdict[PeerKey, list[Delta]] = defaultdict(list)

@@ -48,7 +48,7 @@ from callboard.messages.blocks import (
     ReserveBlocks,
 )
 from callboard.messages.errors import Failure, RequestError
-from callboard.messages.requests import Delta, EventKind, FinishReason
+from callboard.messages.requests import Delta, EventKind, FinishReason, RequestId
 from callboard.messages.steps import (
     Admit,
     Continue,
@@ -157,9 +157,22 @@ class SchedulingPolicy:
         """Return how many tokens a request could generate at most behind such a prompt."""
         return room_for(self._known_device(), prompt_tokens)
 
-    def check_fits(self, prompt_tokens: int, max_tokens: int | None, *, delivered: int = 0) -> int:
+    def check_fits(
+        self,
+        prompt_tokens: int,
+        max_tokens: int | None,
+        *,
+        delivered: int = 0,
+        request_id: RequestId = "",
+    ) -> int:
         """Return the request's max_tokens; raises RequestError when it can never run."""
-        return check_fits(self._known_device(), prompt_tokens, max_tokens, delivered=delivered)
+        return check_fits(
+            self._known_device(),
+            prompt_tokens,
+            max_tokens,
+            delivered=delivered,
+            request_id=request_id,
+        )
 
     def add(self, request: Request) -> None:
         """Queue an accepted request by priority, then age."""
@@ -539,7 +552,10 @@ class SchedulingPolicy:
     def _fit_again(self, result: Advanced, request: Request) -> None:
         try:
             request.max_tokens = self.check_fits(
-                len(request.prompt), request.params.max_tokens, delivered=len(request.output)
+                len(request.prompt),
+                request.params.max_tokens,
+                delivered=len(request.output),
+                request_id=request.request_id,
             )
         except RequestError as error:
             self._end(result, request, FinishReason.ERROR, failure=Failure.of(error))

@@ -81,8 +81,17 @@ class OpenRequest:
     def terminal(self, reason: FinishReason, failure: Failure | None = None) -> Delta:
         """Return a terminal delta made here, not by the replica."""
         return Delta(
-            request_id=self.client_id, start=len(self.output), finish=reason, failure=failure
+            request_id=self.client_id,
+            start=len(self.output),
+            finish=reason,
+            failure=failure and self.for_client(failure),
         )
+
+    def for_client(self, failure: Failure) -> Failure:
+        """Return a replica's failure as the client should see it: about the client's own id."""
+        if not failure.request_id:
+            return failure
+        return msgspec.structs.replace(failure, request_id=self.client_id)
 
 
 class Routing:
@@ -208,7 +217,11 @@ class Routing:
             request.output.frombytes(delta.token_ids)
             if delta.token_ids:
                 self._acquit(request)
-            delta = msgspec.structs.replace(delta, request_id=request.client_id)
+            delta = msgspec.structs.replace(
+                delta,
+                request_id=request.client_id,
+                failure=delta.failure and request.for_client(delta.failure),
+            )
         if delta.finish is not None:
             self.close(request)
         return delta

@@ -224,7 +224,12 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         prompt, delivered = tokens_of(message.prompt_token_ids), tokens_of(message.delivered)
         max_tokens = params.max_tokens or 0
         if policy.device is not None:  # else the device's arrival brings the check
-            max_tokens = policy.check_fits(len(prompt), params.max_tokens, delivered=len(delivered))
+            max_tokens = policy.check_fits(
+                len(prompt),
+                params.max_tokens,
+                delivered=len(delivered),
+                request_id=message.request_id,
+            )
         now = trio.current_time()
         self._arrivals += 1
         eos = () if params.ignore_eos else self._eos_token_ids

@@ -12,7 +12,7 @@ import trio
 from callboard.actors.actor import Actor
 from callboard.actors.ref import ActorRef
 from callboard.messages.base import pack_ids, unpack_ids
-from callboard.messages.errors import Failure, RequestError
+from callboard.messages.errors import Failure, RequestError, SequenceOverflow
 from callboard.messages.requests import (
     Abort,
     ChatPrompt,
@@ -110,12 +110,12 @@ class Tokenizer(Actor[TokenizerInbox]):
             case TokenPrompt(token_ids=packed):
                 ids = self._check_packed("prompt", packed)
             case TextPrompt(text=text):
-                ids = await self._encode_text("prompt", len(text), lambda codec: text)
+                ids = await self._encode_text(submit, "prompt", len(text), lambda codec: text)
             case ChatPrompt(messages=messages):
                 turns = [{"role": turn.role, "content": turn.content} for turn in messages]
                 size = sum(len(turn.content) for turn in messages)
                 ids = await self._encode_text(
-                    "messages", size, lambda codec: codec.render_chat(turns)
+                    submit, "messages", size, lambda codec: codec.render_chat(turns)
                 )
         if not ids:
             raise RequestError("the prompt is empty", field="prompt", allowed="at least 1 token")
@@ -152,13 +152,14 @@ class Tokenizer(Actor[TokenizerInbox]):
         return ids
 
     async def _encode_text(
-        self, field: str, size: int, text_of: Callable[[TextCodec], str]
+        self, submit: Submit, field: str, size: int, text_of: Callable[[TextCodec], str]
     ) -> list[int]:
         most = self._max_prompt_chars
         if most is not None and size > most:
-            raise RequestError(
+            raise SequenceOverflow(
                 f"the text has {size} characters, and of no more than {most} the tokens fit the "
                 "context",
+                request_id=submit.request_id,
                 field=field,
                 allowed=f"at most {most} characters",
             )

@@ -1,4 +1,4 @@
-"""Whether what a caller asks of a row is possible: the errors, and the checks that raise them.
+"""Whether what a caller asks of a row is possible: the checks, and what they raise.
 
 Functions of the message and a few numbers; the context calls them before it changes anything.
 """
@@ -6,32 +6,8 @@ Functions of the message and a few numbers; the context calls them before it cha
 from collections.abc import Sequence
 
 from callboard.gpu.memory import blocks_for
-from callboard.messages.errors import CallboardError
-from callboard.messages.steps import Admit, Continue
-
-
-class ContextOverflow(CallboardError):
-    """A row does not fit the context; nothing was changed."""
-
-
-class RowOverflow(ContextOverflow):
-    """All places for rows are taken."""
-
-
-class TokenOverflow(ContextOverflow):
-    """The step would have more tokens than its budget."""
-
-
-class SequenceOverflow(ContextOverflow):
-    """Prompt and output together are longer than the model's context."""
-
-
-class OutOfStateSlots(ContextOverflow):
-    """No slot is left for the recurrent state of one more row."""
-
-
-class MemoryDeallocated(ContextOverflow):
-    """The memory that rows stand in is given back; there is none until it is allocated again."""
+from callboard.messages.errors import CallboardError, SequenceOverflow, TokenOverflow
+from callboard.messages.steps import Admit, Continue, RowId
 
 
 class RowMismatch(CallboardError):
@@ -50,8 +26,8 @@ def check_sequence(admit: Admit, num_prompt: int, max_model_len: int) -> None:
         )
     if num_prompt + num_new > max_model_len:
         raise SequenceOverflow(
-            f"row {admit.row} may get {num_prompt} + {num_new} tokens, and the context holds"
-            f" {max_model_len}"
+            f"{num_prompt} + {num_new} tokens are wanted, and the context holds {max_model_len}",
+            row=admit.row,
         )
 
 
@@ -65,12 +41,16 @@ def check_chunk(step: Admit | Continue, *, num_cached: int, num_prompt: int) -> 
         )
 
 
-def check_budget(num_more: int, num_tokens: int, max_tokens: int) -> None:
+def check_budget(
+    num_more: int, num_tokens: int, max_tokens: int, *, row: RowId | None = None
+) -> None:
     """Raise unless `num_more` tokens fit a step that has `num_tokens`."""
     if num_tokens + num_more > max_tokens:
         raise TokenOverflow(
             f"the step has {num_tokens} tokens and is to get {num_more} more, and may have"
-            f" {max_tokens}"
+            f" {max_tokens}",
+            row=row,
+            transient=num_more <= max_tokens,
         )
 
 

@@ -214,7 +214,10 @@ class BlockPool:
         if count < 0:
             raise ValueError(f"count is {count}, and must not be negative")
         if count > free:
-            raise OutOfBlocks(f"{count} blocks wanted, {free} of {self.usable} are free")
+            raise OutOfBlocks(
+                f"{count} blocks wanted, {free} of {self.usable} are free",
+                transient=count <= self.usable,
+            )
 
     def _check_references(self, wanted: Mapping[int, int]) -> None:
         for block, count in wanted.items():

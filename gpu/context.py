@@ -27,9 +27,7 @@ import numpy.typing as npt
 import torch
 
 from callboard.gpu.admission import (
-    MemoryDeallocated,
     RowMismatch,
-    RowOverflow,
     check_block_ids,
     check_budget,
     check_chunk,
@@ -50,7 +48,7 @@ from callboard.gpu.staging import Staging
 from callboard.gpu.state_slots import RowSlots, StateSlots
 from callboard.gpu.step_inputs import StepInputs, StepRows, build_inputs, input_bytes
 from callboard.messages.base import TokenIds
-from callboard.messages.errors import CallboardError
+from callboard.messages.errors import CallboardError, MemoryDeallocated, OutOfBlocks, RowOverflow
 from callboard.messages.steps import Admit, Continue, RowId, RowSampling
 
 
@@ -461,7 +459,11 @@ class DynamicContext:
         """
         pool = self._own_pool()
         chunk = len(prompt) // 4 if num_tokens is None else num_tokens
-        blocks = pool.allocate(blocks_for(chunk, self.block_tokens))
+        try:
+            blocks = pool.allocate(blocks_for(chunk, self.block_tokens))
+        except OutOfBlocks as error:
+            error.row = row
+            raise
         try:
             self.add_row(
                 Admit(
@@ -663,7 +665,7 @@ class DynamicContext:
     def _check_admit(self, admit: Admit, prompt: npt.NDArray[np.int32]) -> None:
         self._check_memory(1)
         if self._num_rows == self.max_rows:
-            raise RowOverflow(f"row {admit.row} does not fit: all {self.max_rows} rows are taken")
+            raise RowOverflow(f"all {self.max_rows} rows are taken", row=admit.row)
         if (self._rows["id"][: self._num_rows] == admit.row).any():
             raise RowMismatch(f"row {admit.row} is here already")
         check_sequence(admit, len(prompt), self.max_model_len)
@@ -686,7 +688,7 @@ class DynamicContext:
 
     def _check_chunk(self, step: Admit | Continue, *, num_cached: int, num_prompt: int) -> None:
         check_chunk(step, num_cached=num_cached, num_prompt=num_prompt)
-        check_budget(step.num_tokens, self.num_tokens, self.max_tokens)
+        check_budget(step.num_tokens, self.num_tokens, self.max_tokens, row=step.row)
         check_chunk_blocks(step, num_cached=num_cached, block_tokens=self.block_tokens)
         check_block_ids(step.blocks, self.dummy)
 

@@ -21,7 +21,7 @@ from typing import Literal
 
 import msgspec
 
-from callboard.messages.errors import ConfigError
+from callboard.messages.errors import ActiveRequestOverflow, ConfigError
 
 TOKEN_ROUNDER = 64
 REQUEST_ROUNDER = 4
@@ -120,8 +120,13 @@ def pad(real: BatchDimensions, limits: BatchLimits) -> BatchDimensions:
     """Return the dimensions a step without a graph is padded to, none less than it has.
 
     A step that only decodes gets as many decodes as tokens; the rows a step that prefills is
-    padded with count as prefills. Raises ValueError for a step that exceeds the limits.
+    padded with count as prefills. Raises ActiveRequestOverflow for more rows than may run, and
+    ValueError for a step that exceeds the limits in any other way.
     """
+    if real.requests > limits.max_requests:
+        raise ActiveRequestOverflow(
+            f"{real.requests} rows would run, and {limits.max_requests} may", transient=False
+        )
     if not real.fits(limits):
         raise ValueError(f"{real} is no step within {limits}")
     tokens = min(limits.max_tokens, round_up_tokens(real.tokens, limits.tp_size))

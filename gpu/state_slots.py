@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from callboard.gpu.admission import OutOfStateSlots
 from callboard.gpu.cache_spec import StateShape
 from callboard.gpu.padding import StepShape, extended
+from callboard.messages.errors import OutOfStateSlots
 
 
 class StateSlots:

@@ -10,9 +10,16 @@ CallboardError
 │   ├── DeadlineExceeded   it may still have acted                                   (decide)
 │   └── Unreachable        nobody answers at that endpoint                           (start it)
 ├── RequestError           this request alone is wrong: a field and what is allowed  (client fixes)
+│   └── ContextOverflow    it never fits (client fixes), or not now              (scheduler waits)
+│       ├── RowOverflow            all places for rows are taken
+│       ├── ActiveRequestOverflow  more rows would run than may
+│       ├── TokenOverflow          the step would feed more tokens than it may
+│       ├── SequenceOverflow       it is longer than the model's context: never fits
+│       ├── OutOfBlocks            the pool has not as many KV blocks
+│       ├── OutOfStateSlots        no slot is left for its recurrent state
+│       └── MemoryDeallocated      the memory is given back until it is resumed
 ├── RequestFailed          the engine could not finish it                            (operator)
 ├── ControlRefused         the verb is illegal in this state                         (operator)
-├── OutOfBlocks            no cache space; the scheduler makes a request wait        (scheduler)
 ├── ConfigError            a setting or file is wrong                                (operator)
 └── SupervisionError
     ├── StartFailed        a child did not start                                     (escalates)
@@ -21,11 +28,19 @@ CallboardError
 A `Failure` is the same thing as data: it travels, and `Failure.error()` makes the exception again.
 """
 
+from typing import Any, ClassVar
+
 import msgspec
 
 
 class CallboardError(Exception):
-    """Base of all errors of this package."""
+    """Base of all errors of this package; `attributes` names what it has beside its message."""
+
+    attributes: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
 
 
 class WireError(CallboardError):
@@ -63,10 +78,91 @@ class Unreachable(DeliveryError):
 class RequestError(CallboardError):
     """One request is wrong; `field` names what and `allowed` says what would be right."""
 
+    attributes: ClassVar[tuple[str, ...]] = ("field", "allowed")
+
     def __init__(self, message: str, *, field: str = "", allowed: str = "") -> None:
         super().__init__(message)
         self.field = field
         self.allowed = allowed
+
+
+class ContextOverflow(RequestError):
+    """A request does not fit what is there; nothing was changed.
+
+    A transient one may fit later, so the scheduler lets it wait and no client hears of it; any
+    other never fits, and the request is refused. `row` is None and `request_id` empty where who
+    raises it knows none.
+    """
+
+    attributes: ClassVar[tuple[str, ...]] = (
+        *RequestError.attributes,
+        "request_id",
+        "row",
+        "transient",
+    )
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        request_id: str = "",
+        row: int | None = None,
+        transient: bool = True,
+        field: str = "",
+        allowed: str = "",
+    ) -> None:
+        super().__init__(message, field=field, allowed=allowed)
+        self.request_id = request_id
+        self.row = row
+        self.transient = transient
+
+    def __str__(self) -> str:
+        request = f"request {self.request_id}" if self.request_id else ""
+        row = "" if self.row is None else f"row {self.row}"
+        return ": ".join(part for part in (request, row, self.message) if part)
+
+
+class RowOverflow(ContextOverflow):
+    """All places for rows are taken."""
+
+
+class ActiveRequestOverflow(ContextOverflow):
+    """More rows would run in a step than may."""
+
+
+class TokenOverflow(ContextOverflow):
+    """The step would feed more tokens than its budget."""
+
+
+class SequenceOverflow(ContextOverflow):
+    """Prompt and output together are longer than the model's context: that never fits."""
+
+    attributes: ClassVar[tuple[str, ...]] = (*RequestError.attributes, "request_id", "row")
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        request_id: str = "",
+        row: int | None = None,
+        field: str = "",
+        allowed: str = "",
+    ) -> None:
+        super().__init__(
+            message, request_id=request_id, row=row, transient=False, field=field, allowed=allowed
+        )
+
+
+class OutOfBlocks(ContextOverflow):
+    """The block pool cannot supply that many blocks."""
+
+
+class OutOfStateSlots(ContextOverflow):
+    """No slot is left for the recurrent state of one more row."""
+
+
+class MemoryDeallocated(ContextOverflow):
+    """The memory that rows stand in is given back; there is none until it is allocated again."""
 
 
 class RequestFailed(CallboardError):
@@ -75,10 +171,6 @@ class RequestFailed(CallboardError):
 
 class ControlRefused(CallboardError):
     """The verb is illegal in the state the tree is in."""
-
-
-class OutOfBlocks(CallboardError):
-    """The block pool cannot supply that many blocks."""
 
 
 class ConfigError(CallboardError):
@@ -98,29 +190,38 @@ class RestartIntensityReached(SupervisionError):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """An error as data: `code` is the name of a class above."""
+    """An error as data: `code` is the name of a class above, the rest its attributes."""
 
     code: str
     message: str
     field: str = ""
     allowed: str = ""
+    request_id: str = ""
+    row: int | None = None
+    transient: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        """Describe an exception; a foreign one becomes an `ActorFailed` that names its type."""
-        if isinstance(error, RequestError):
-            return cls(
-                code="RequestError", message=str(error), field=error.field, allowed=error.allowed
-            )
-        if isinstance(error, CallboardError):
-            return cls(code=type(error).__name__, message=str(error))
-        return cls(code="ActorFailed", message=f"{type(error).__name__}: {error}")
+        """Describe an exception; a foreign one becomes an `ActorFailed` that names its type.
+
+        One that derives from a class above goes as that class.
+        """
+        if not isinstance(error, CallboardError):
+            return cls(code="ActorFailed", message=f"{type(error).__name__}: {error}")
+        attributes = {name: getattr(error, name) for name in error.attributes}
+        return cls(code=_code(type(error)), message=error.message, **attributes)
 
     def error(self) -> CallboardError:
         """Return the exception this failure describes."""
-        if self.code == "RequestError":
-            return RequestError(self.message, field=self.field, allowed=self.allowed)
-        return _BY_NAME.get(self.code, CallboardError)(self.message)
+        kind = _BY_NAME.get(self.code, CallboardError)
+        attributes: dict[str, Any] = {name: getattr(self, name) for name in kind.attributes}
+        return kind(self.message, **attributes)
+
+
+def _code(kind: type[CallboardError]) -> str:
+    known = next(base for base in kind.__mro__ if _BY_NAME.get(base.__name__) is base)
+    # Of an error that is like none of them, its own name says most.
+    return kind.__name__ if known is CallboardError else known.__name__
 
 
 def _family(root: type[CallboardError]) -> list[type[CallboardError]]:

@@ -7,11 +7,9 @@ from typing import Any
 
 import msgspec
 
+from callboard.gpu.memory import format_bytes
 from callboard.messages.control import ControlReply, NodeStatus, StatusReply
 from callboard.supervision.engine import Completion
-
-GIB = 2**30
-MIB = 2**20
 
 
 def line(text: str = "") -> None:
@@ -37,13 +35,6 @@ def as_json(value: Any) -> None:
     line(json.dumps(_plain(value), ensure_ascii=False))
 
 
-def size(num_bytes: int) -> str:
-    """Return a number of bytes as a person reads it."""
-    if abs(num_bytes) >= GIB:
-        return f"{num_bytes / GIB:.2f} GiB"
-    return f"{num_bytes / MIB:.1f} MiB"
-
-
 def reply(answer: ControlReply) -> None:
     """Print an acknowledgement; to standard error what was not done, and why."""
     if answer.refused:
@@ -53,7 +44,7 @@ def reply(answer: ControlReply) -> None:
         who = ", ".join(answer.late)
         complain(f"{answer.verb}: no answer in time from {who}; now {answer.state}")
         return
-    freed = f", {size(answer.bytes_freed)} freed" if answer.bytes_freed else ""
+    freed = f", {format_bytes(answer.bytes_freed)} freed" if answer.bytes_freed else ""
     requests = f", {answer.requests} requests kept" if answer.requests else ""
     line(f"{answer.verb}: now {answer.state} ({answer.seconds * 1000:.0f} ms{freed}{requests})")
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
@@ -23,7 +24,7 @@ from callboard.actors.zmq_socket import open_zmq_context
 from callboard.messages.base import Message, pack_ids, unpack_ids
 from callboard.messages.codec import MAX_FRAME_BYTES
 from callboard.messages.control import AbortReply, AbortRequests, ControlReply, Stop
-from callboard.messages.errors import Failure, RequestError
+from callboard.messages.errors import Failure, RequestError, SequenceOverflow
 from callboard.messages.events import RequestStats, StepStats
 from callboard.messages.membership import Role
 from callboard.messages.requests import (
@@ -313,9 +314,10 @@ async def test_what_one_step_made_for_several_clients_is_parted(stage: Stage) ->
 async def test_a_refusal_is_passed_on_and_ends_the_request(stage: Stage) -> None:
     client, replica = await stage.client(), await stage.replica()
     await client.submit("r")
-    failure = Failure.of(RequestError("too long", field="prompt", allowed="less"))
-    await replica.say(Refused(request_id=replica.given[0].request_id, failure=failure))
-    assert client.refused["r"].failure == failure
+    wire_id = replica.given[0].request_id
+    failure = Failure.of(SequenceOverflow("too long", request_id=wire_id, allowed="less"))
+    await replica.say(Refused(request_id=wire_id, failure=failure))
+    assert client.refused["r"].failure == msgspec.structs.replace(failure, request_id="r")
     await client.submit("r")
     assert len(replica.given) == 2
 

@@ -121,6 +121,24 @@ def test_sampling_counts_from_output_index_0_after_a_checkpoint_too() -> None:
     assert sampling.logprobs == 3
 
 
+def test_a_request_checkpointed_again_and_again_goes_on_behind_all_its_tokens() -> None:
+    ledger, request = Ledger(), a_request(prompt=tuple(range(1, 9)))
+    ledger.add(request)
+    hashes = request.hashes_of(2, 4)
+    for row, num_output, num_left in ((41, 0, 10), (42, 4, 6), (43, 8, 2)):
+        ledger.admit(request, row)
+        sampling = request.sampling()
+        assert request.target == 8 + num_output
+        assert sampling.max_tokens - sampling.first_position == num_left
+        assert request.hashes_of(request.target // 4, 4)[:2] == hashes
+        take(request, *range(50, 54))
+        ledger.checkpoint(request)
+    assert len(request.hashes) == 4
+    assert request.tokens == array(
+        "i", (*range(1, 9), *range(50, 54), *range(50, 54), *range(50, 54))
+    )
+
+
 def test_a_request_that_wants_no_logprobs_asks_the_sampler_for_none() -> None:
     assert a_request().sampling().logprobs == -1
 

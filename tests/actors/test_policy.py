@@ -25,7 +25,7 @@ from callboard.actors.prompt_scores import PromptScores
 from callboard.actors.testing import ScriptedRunner
 from callboard.messages.base import Call, Message, unpack_ids
 from callboard.messages.blocks import BlocksGranted, CacheBlocks, ReleaseBlocks, ReserveBlocks
-from callboard.messages.errors import RequestError
+from callboard.messages.errors import OutOfBlocks, RequestError, SequenceOverflow
 from callboard.messages.requests import Delta, FinishReason, Usage
 from callboard.messages.sampling import SamplingParams
 from callboard.messages.steps import Admit, DeviceReady, RowFailure, RowId, RunStep, StepDone
@@ -252,7 +252,7 @@ def row_of(request: Request) -> RowId:
 
 def test_a_prompt_as_long_as_the_context_is_refused_with_both_numbers() -> None:
     replica = Replica(max_model_len=20)
-    with pytest.raises(RequestError, match=r"the prompt has 20 tokens.*may have 20") as caught:
+    with pytest.raises(SequenceOverflow, match=r"the prompt has 20 tokens.*may have 20") as caught:
         replica.policy.check_fits(20, 1)
     assert caught.value.field == "prompt"
     assert caught.value.allowed == "1 to 19 tokens"
@@ -260,7 +260,7 @@ def test_a_prompt_as_long_as_the_context_is_refused_with_both_numbers() -> None:
 
 def test_max_tokens_beyond_the_context_is_refused_with_what_would_fit() -> None:
     replica = Replica(max_model_len=20)
-    with pytest.raises(RequestError, match="15 prompt tokens and max_tokens 6") as caught:
+    with pytest.raises(SequenceOverflow, match="15 prompt tokens and max_tokens 6") as caught:
         replica.policy.check_fits(15, 6)
     assert caught.value.field == "max_tokens"
     assert caught.value.allowed == "1 to 5"
@@ -270,8 +270,10 @@ def test_max_tokens_beyond_the_context_is_refused_with_what_would_fit() -> None:
 def test_a_request_the_pool_can_never_hold_is_refused_naming_both_numbers() -> None:
     replica = Replica(num_blocks=3, block_tokens=4)
     assert replica.policy.check_fits(5, 8) == 8  # 12 tokens are cached, the 13th never is
-    with pytest.raises(RequestError, match="needs 4 KV blocks of 4 tokens, and the pool has 3"):
-        replica.policy.check_fits(5, 9)
+    with pytest.raises(OutOfBlocks, match="request a: the request needs 4 KV") as caught:
+        replica.policy.check_fits(5, 9, request_id="a")
+    assert caught.value.message == "the request needs 4 KV blocks of 4 tokens, and the pool has 3"
+    assert not caught.value.transient
 
 
 def test_max_tokens_is_by_default_what_there_is_room_for() -> None:

@@ -1,11 +1,12 @@
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from callboard.actors.routing import MAX_ATTEMPTS, OpenRequest, PeerKey, Routing
 from callboard.messages.base import pack_ids, unpack_ids
-from callboard.messages.errors import MailboxFull, RequestError
+from callboard.messages.errors import Failure, MailboxFull, OutOfBlocks, RequestError
 from callboard.messages.requests import Accepted, Delta, FinishReason, Submit, TokenPrompt
 from callboard.messages.sampling import SamplingParams
 
@@ -214,6 +215,19 @@ def test_a_terminal_delta_closes_the_request() -> None:
     assert made.num_open == 0
     assert made.find(A, wire_id) is None
     assert made.of_client(CLIENT, "r") is None
+
+
+def test_an_error_that_ends_a_request_is_about_the_clients_id() -> None:
+    made = routing(A)
+    request = running(made)
+    failure = Failure.of(OutOfBlocks("no", request_id=request.wire_id, transient=False))
+    end = delta(request, 0, finish=FinishReason.ERROR)
+
+    told = made.deliver(request, msgspec.structs.replace(end, failure=failure))
+
+    assert told.failure == msgspec.structs.replace(failure, request_id="r")
+    anonymous = Failure(code="RequestFailed", message="no")
+    assert request.for_client(anonymous) == anonymous
 
 
 # Who leaves.

@@ -31,7 +31,7 @@ from callboard.messages.control import (
     Unpause,
     WeightsLevel,
 )
-from callboard.messages.errors import CallboardError
+from callboard.messages.errors import CallboardError, OutOfBlocks, SequenceOverflow
 from callboard.messages.events import RequestStats, StepStats
 from callboard.messages.requests import (
     Abort,
@@ -391,8 +391,12 @@ async def test_an_id_in_use_is_refused_and_the_first_request_goes_on(stage: Stag
 async def test_what_can_never_fit_is_refused(stage: Stage) -> None:
     await stage.submit("long", prompt=[1] * 1024)
     await stage.submit("large", max_tokens=300)
-    assert stage.refused["long"].failure.code == "RequestError"
-    assert "needs 76 KV blocks" in stage.refused["large"].failure.message
+    long, large = stage.refused["long"].failure.error(), stage.refused["large"].failure.error()
+    assert isinstance(long, SequenceOverflow)
+    assert isinstance(large, OutOfBlocks)
+    assert str(large).startswith("request large: the request needs 76 KV blocks")
+    assert not long.transient
+    assert not large.transient
     assert stage.step is None
 
 
@@ -427,6 +431,7 @@ async def test_more_than_fits_at_once_still_all_comes_out_right() -> None:
         for index in range(6):
             assert stage.output[str(index)] == alone((index, 1), 12)
         assert stage.free == 6
+    assert stage.refused == {}  # a want that may pass is nobody else's business
 
 
 async def test_urgent_requests_overtake_those_that_wait(stage: Stage) -> None:

@@ -11,6 +11,7 @@ from callboard.actors.ref import LocalRef
 from callboard.actors.system import open_system
 from callboard.actors.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from callboard.messages.base import Message, pack_ids, unpack_ids
+from callboard.messages.errors import RequestError, SequenceOverflow
 from callboard.messages.requests import (
     Abort,
     ChatMessage,
@@ -71,7 +72,7 @@ class Desk:
         message = await hear(self.link)
         assert isinstance(message, Refused)
         assert message.request_id == "a"
-        assert message.failure.code == "RequestError"
+        assert isinstance(message.failure.error(), RequestError)
         assert self.scheduler.mailbox.take_nowait() is None
         return message
 
@@ -140,6 +141,7 @@ async def test_text_that_cannot_fit_the_context_is_refused_before_it_is_encoded(
         long_turns = (ChatMessage(role="user", content="x" * 6),) * 2
         await one.refused(ChatPrompt(messages=long_turns))
 
+    assert isinstance(refused.failure.error(), SequenceOverflow)
     assert "11 characters" in refused.failure.message
     assert refused.failure.allowed == "at most 10 characters"
 

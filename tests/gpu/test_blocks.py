@@ -593,6 +593,18 @@ def test_forget_all_frees_the_unheld_parent_of_a_held_block() -> None:
     pool.audit()
 
 
+def test_forget_all_goes_on_counting_where_it_was() -> None:
+    pool = BlockPool(5)
+    cache(pool, "ab")
+    cache(pool, "ab")
+    pool.allocate(4)
+
+    pool.forget_all()
+
+    statistics = pool.statistics()
+    assert (statistics.hits, statistics.misses, statistics.evictions) == (2, 2, 2)
+
+
 def test_reset_forgets_what_was_cached_and_counted() -> None:
     pool = BlockPool(9)
     cache(pool, "abc")

@@ -16,18 +16,13 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.strategies import DataObject, booleans, data, integers, sampled_from, sets
 
-from callboard.gpu.admission import (
-    RowMismatch,
-    RowOverflow,
-    SequenceOverflow,
-    TokenOverflow,
-)
+from callboard.gpu.admission import RowMismatch
 from callboard.gpu.blocks import BlockPool
 from callboard.gpu.context import DynamicContext, StepOutcome
 from callboard.gpu.memory import blocks_for
 from callboard.gpu.step_inputs import StepInputs
 from callboard.messages.base import pack_ids
-from callboard.messages.errors import OutOfBlocks
+from callboard.messages.errors import OutOfBlocks, RowOverflow, SequenceOverflow, TokenOverflow
 from callboard.messages.steps import Admit, Continue, RowSampling
 
 
@@ -674,12 +669,12 @@ def admit(
         (
             admit(sampling=make_sampling(max_tokens=995)),
             SequenceOverflow,
-            r"may get 6 \+ 995 tokens, and the context holds 1000",
+            r"row 1: 6 \+ 995 tokens are wanted, and the context holds 1000",
         ),
         (
             admit(prompt=range(57), blocks=tuple(range(15))),
             TokenOverflow,
-            "the step has 8 tokens and is to get 57 more, and may have 64",
+            "row 1: the step has 8 tokens and is to get 57 more, and may have 64",
         ),
     ],
 )
@@ -702,7 +697,7 @@ def test_rows_beyond_the_last_place_are_refused() -> None:
     context.add_row(admit(1, blocks=(0, 1)))
     context.add_row(admit(2, blocks=(2, 3)))
 
-    with pytest.raises(RowOverflow, match="row 3 does not fit: all 2 rows are taken"):
+    with pytest.raises(RowOverflow, match="row 3: all 2 rows are taken"):
         context.add_row(admit(3, blocks=(4, 5)))
     assert context.row_ids == [1, 2]
 
@@ -938,8 +933,9 @@ def test_a_row_that_is_refused_leaves_the_pool_as_it_was() -> None:
 
     with pytest.raises(RowOverflow):
         context.add_request(2, pack_ids([1, 2]), make_sampling())
-    with pytest.raises(OutOfBlocks):
+    with pytest.raises(OutOfBlocks, match="row 2: 50 blocks wanted") as caught:
         context.add_request(2, pack_ids(range(200)), make_sampling())
+    assert not caught.value.transient
     assert pool.held == 1
 
 

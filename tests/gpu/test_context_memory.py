@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from callboard.gpu.admission import MemoryDeallocated, OutOfStateSlots
 from callboard.gpu.blocks import BlockPool
 from callboard.gpu.cache_spec import CacheSpec, KeyValueShape, LatentShape, StateShape
 from callboard.gpu.context import DynamicContext
 from callboard.gpu.device import release_memory, resident_bytes
 from callboard.gpu.prefix import block_hashes
 from callboard.messages.base import pack_ids
-from callboard.messages.errors import ConfigError
+from callboard.messages.errors import ConfigError, MemoryDeallocated, OutOfStateSlots
 from callboard.messages.steps import Admit, Continue, RowSampling
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from callboard.gpu.dimensions import (
     round_up_requests,
     round_up_tokens,
 )
-from callboard.messages.errors import ConfigError
+from callboard.messages.errors import ActiveRequestOverflow, ConfigError
 
 Dimensions = tuple[int, int, int]
 
@@ -206,7 +206,13 @@ def test_padding_is_shared_out_evenly_to_the_ranks() -> None:
 
 def test_a_step_that_cannot_exist_is_not_padded() -> None:
     with pytest.raises(ValueError, match="is no step within"):
-        pad(BatchDimensions(9, 0, 9), limits_of(max_requests=8))
+        pad(BatchDimensions(9, 0, 8), limits_of(max_requests=8))
+
+
+def test_a_step_of_more_rows_than_may_run_is_not_padded() -> None:
+    with pytest.raises(ActiveRequestOverflow, match="9 rows would run, and 8 may") as caught:
+        pad(BatchDimensions(9, 1, 8), limits_of(max_requests=8))
+    assert not caught.value.transient
 
 
 @REPEATABLE

@@ -1,7 +1,7 @@
 import pytest
 
-from callboard.gpu.admission import OutOfStateSlots
 from callboard.gpu.state_slots import StateSlots
+from callboard.messages.errors import OutOfStateSlots
 
 
 def test_every_slot_is_taken_once() -> None:

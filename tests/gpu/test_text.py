@@ -211,6 +211,28 @@ def test_an_end_that_began_a_stop_is_flushed() -> None:
     assert read(["pi", "zz", "a, ja", "zz"], ["zzz"]) == ("pizza, jazz", None)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "stop", "text", "stopped"),
+    [
+        (["a", "b"], [], "ab", None),
+        ([], ["x"], "", None),
+        (["stop"], ["stop"], "", "stop"),
+        (["a", "stop"], ["stop"], "a", "stop"),
+        (["a", "st", "op", "b"], ["stop"], "a", "stop"),
+        (["a", "xstopy", "b"], ["stop"], "ax", "stop"),  # also where no token ends
+        (["a", "st"], ["stop"], "ast", None),
+        (["op", "st"], ["stop"], "opst", None),
+        (["a", "b"], ["a longer one than all the text"], "ab", None),
+        (["a", "b", "c"], ["x", "b", "c"], "a", "b"),
+        (["a", "b"], ["x", "y"], "ab", None),
+    ],
+)
+def test_a_stop_is_found_where_it_ends_and_nowhere_else(
+    tokens: list[str], stop: list[str], text: str, stopped: str | None
+) -> None:
+    assert read(tokens, stop) == (text, stopped)
+
+
 def test_text_that_turns_out_not_to_stop_is_released_at_once() -> None:
     stream = TextStream(Script("a-", "-", "b"), stop=["--END"])
 

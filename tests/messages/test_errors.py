@@ -1,5 +1,6 @@
 import pickle
 from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import pytest
 
@@ -8,33 +9,41 @@ from callboard.messages.errors import (
     ActorFailed,
     CallboardError,
     ConfigError,
+    ContextOverflow,
     DeliveryError,
     Failure,
     MailboxFull,
     OutOfBlocks,
     ProtocolMismatch,
     RequestError,
+    RowOverflow,
+    SequenceOverflow,
     StartFailed,
     SupervisionError,
     WireError,
 )
 
+E = TypeVar("E", bound=CallboardError)
 
-def family(root: type[CallboardError] = CallboardError) -> Iterator[type[CallboardError]]:
+
+def family(root: type[E]) -> Iterator[type[E]]:
     if root.__module__ == CallboardError.__module__:
         yield root
     for child in root.__subclasses__():
         yield from family(child)
 
 
-FAMILY = list(family())
+FAMILY = list(family(CallboardError))
+OVERFLOWS = list(family(ContextOverflow))
+
+
+def through_the_wire(error: CallboardError) -> CallboardError:
+    return decode_body(encode_body(Failure.of(error)), Failure).error()
 
 
 @pytest.mark.parametrize("kind", FAMILY, ids=lambda kind: kind.__name__)
 def test_every_error_survives_as_a_failure_on_the_wire(kind: type[CallboardError]) -> None:
-    failure = Failure.of(kind("what went wrong"))
-
-    error = decode_body(encode_body(failure), Failure).error()
+    error = through_the_wire(kind("what went wrong"))
 
     assert type(error) is kind
     assert str(error) == "what went wrong"
@@ -54,6 +63,69 @@ def test_a_request_error_keeps_its_field_and_what_is_allowed() -> None:
 
     assert isinstance(again, RequestError)
     assert (str(again), again.field, again.allowed) == ("top_p is 2", "top_p", "0 to 1")
+
+
+def test_the_overflows_are_those_of_rows_tokens_lengths_blocks_slots_and_memory() -> None:
+    assert {kind.__name__ for kind in OVERFLOWS} == {
+        "ContextOverflow",
+        "RowOverflow",
+        "ActiveRequestOverflow",
+        "TokenOverflow",
+        "SequenceOverflow",
+        "OutOfBlocks",
+        "OutOfStateSlots",
+        "MemoryDeallocated",
+    }
+
+
+@pytest.mark.parametrize("transient", [False, True])
+@pytest.mark.parametrize("kind", OVERFLOWS, ids=lambda kind: kind.__name__)
+def test_an_overflow_keeps_everything_it_says_on_the_wire(
+    kind: type[ContextOverflow], transient: bool
+) -> None:
+    said: dict[str, Any] = {"request_id": "a", "row": 0, "field": "prompt", "allowed": "less"}
+    if kind is not SequenceOverflow:
+        said["transient"] = transient
+    error = kind("too much", **said)
+
+    again = through_the_wire(error)
+
+    assert type(again) is kind
+    assert vars(again) == vars(error) == {"message": "too much", "transient": False, **said}
+    assert str(again) == str(error)
+    assert vars(pickle.loads(pickle.dumps(error))) == vars(error)
+
+
+@pytest.mark.parametrize("kind", OVERFLOWS, ids=lambda kind: kind.__name__)
+def test_an_overflow_may_pass_unless_it_is_of_the_context_length(
+    kind: type[ContextOverflow],
+) -> None:
+    assert kind("too much").transient is (kind is not SequenceOverflow)
+
+
+def test_a_sequence_overflow_cannot_be_made_transient() -> None:
+    with pytest.raises(TypeError, match="transient"):
+        SequenceOverflow("too long", transient=True)  # type: ignore[call-arg]
+    lie = Failure(code="SequenceOverflow", message="too long", transient=True).error()
+
+    assert isinstance(lie, SequenceOverflow)
+    assert lie.transient is False
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (RowOverflow("no place"), "no place"),
+        (RowOverflow("no place", row=0), "row 0: no place"),
+        (RowOverflow("no place", request_id="a"), "request a: no place"),
+        (RowOverflow("no place", request_id="a", row=3), "request a: row 3: no place"),
+        (RowOverflow("", request_id="a"), "request a"),
+    ],
+)
+def test_the_text_of_an_overflow_begins_with_whom_it_is_about(
+    error: RowOverflow, text: str
+) -> None:
+    assert str(error) == text
 
 
 def test_a_foreign_exception_becomes_an_actor_failed_that_names_its_type() -> None:
@@ -86,6 +158,16 @@ def test_a_special_request_error_travels_as_a_request_error() -> None:
     assert failure.field == "prompt"
 
 
+def test_an_error_of_no_branch_travels_under_its_own_name() -> None:
+    class OutOfPatience(CallboardError):
+        pass
+
+    failure = Failure.of(OutOfPatience("no"))
+
+    assert failure.code == "OutOfPatience"
+    assert type(failure.error()) is CallboardError
+
+
 @pytest.mark.parametrize(
     ("kind", "caught_as"),
     [
@@ -93,7 +175,8 @@ def test_a_special_request_error_travels_as_a_request_error() -> None:
         (MailboxFull, DeliveryError),
         (ActorFailed, DeliveryError),
         (StartFailed, SupervisionError),
-        (OutOfBlocks, CallboardError),
+        (OutOfBlocks, ContextOverflow),
+        (ContextOverflow, RequestError),
         (ConfigError, CallboardError),
     ],
 )

@@ -20,6 +20,7 @@ from callboard.messages.errors import (
     DeadlineExceeded,
     RequestError,
     RequestFailed,
+    SequenceOverflow,
     StartFailed,
     Unreachable,
 )
@@ -226,6 +227,18 @@ async def test_a_wrong_request_is_refused_alone_with_the_field_and_what_is_allow
     assert allowed in refused.value.allowed
     assert len(answer.token_ids) == 50
     assert await all_is_free(engine)
+
+
+async def test_a_request_that_can_never_fit_is_refused_with_the_limit_it_meets(
+    engine: Engine,
+) -> None:
+    with pytest.raises(SequenceOverflow) as refused:
+        async with engine.submit([5], max_tokens=MODEL_LEN, request_id="mine"):
+            pass
+
+    assert not refused.value.transient
+    assert refused.value.request_id == "mine"
+    assert str(refused.value).startswith("request mine: 1 prompt tokens and max_tokens")
 
 
 async def test_an_id_that_is_in_use_is_refused_and_its_user_is_not_disturbed(
