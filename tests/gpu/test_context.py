@@ -750,12 +750,12 @@ def test_rows_leave_move_wait_and_resume_in_one_update() -> None:
             admit(row, prompt=range(length), blocks=tuple(blocks), sampling=make_sampling())
         )
     context.begin_step()
-    assert context.update_requests(np.ones(10, dtype=np.bool_), np.arange(10)) == [0, 1]
+    assert context.update_requests(np.ones(10, dtype=np.bool_), np.arange(10)).paused == [0, 1]
     assert context.row_ids == list(range(10))
     pool.release(range(479))
 
     mask = np.array([1, 0, 1, 1, 1, 0, 0, 1], dtype=np.bool_)
-    newly_paused = context.update_requests(mask, np.arange(2, 10))
+    newly_paused = context.update_requests(mask, np.arange(2, 10)).paused
     inputs = context.begin_step()
 
     assert newly_paused == []
@@ -801,10 +801,10 @@ def test_the_longest_wait_ends_first_when_a_block_comes_free() -> None:
     context.add_request(3, pack_ids([1, 2]), make_sampling())
     stay = np.ones(3, dtype=np.bool_)
 
-    assert context.update_requests(stay, np.array([5, 6, 7])) == [2]
-    assert context.update_requests(stay[:2], np.array([5, 7])) == [1]
+    assert context.update_requests(stay, np.array([5, 6, 7])).paused == [2]
+    assert context.update_requests(stay[:2], np.array([5, 7])).paused == [1]
     assert context.paused_ids == [2, 1]
-    assert context.update_requests(np.zeros(1, dtype=np.bool_), np.array([7])) == []
+    assert context.update_requests(np.zeros(1, dtype=np.bool_), np.array([7])).paused == []
 
     assert context.paused_ids == [1]
     assert context.row_ids == [1, 2]
@@ -836,7 +836,7 @@ def test_all_rows_waiting_for_ever_is_a_state_and_no_crash() -> None:
     for row in (1, 2):
         context.add_request(row, pack_ids([1, 2, 3, 4]), make_sampling())
 
-    assert context.update_requests(np.ones(2, dtype=np.bool_), np.array([5, 6])) == [1, 2]
+    assert context.update_requests(np.ones(2, dtype=np.bool_), np.array([5, 6])).paused == [1, 2]
 
     assert context.begin_step() is None
     context.drop([2])
