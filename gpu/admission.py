@@ -5,6 +5,8 @@ Functions of the message and a few numbers; the context calls them before it cha
 
 from collections.abc import Sequence
 
+import msgspec
+
 from callboard.gpu.memory import blocks_for
 from callboard.messages.errors import CallboardError, SequenceOverflow, TokenOverflow
 from callboard.messages.steps import Admit, Continue, RowId
@@ -12,6 +14,20 @@ from callboard.messages.steps import Admit, Continue, RowId
 
 class RowMismatch(CallboardError):
     """What the caller says of a row is not what the context knows of it; nothing was changed."""
+
+
+class Availability(msgspec.Struct, frozen=True, kw_only=True):
+    """Of what there is enough for one more row, and of what there is not."""
+
+    rows: bool
+    tokens: bool
+    blocks: bool
+    states: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether the row would be taken in."""
+        return self.rows and self.tokens and self.blocks and self.states
 
 
 def check_sequence(admit: Admit, num_prompt: int, max_model_len: int) -> None:
@@ -39,6 +55,17 @@ def check_chunk(step: Admit | Continue, *, num_cached: int, num_prompt: int) -> 
             f"row {step.row} has a chunk of {step.num_tokens} tokens, and must have 1 to {rest}:"
             f" {num_cached} of its prompt of {num_prompt} are cached"
         )
+
+
+def check_dummy(admit: Admit, num_prompt: int, *, most: int) -> None:
+    """Raise unless the row feeds all of its prompt, 1 to `most` tokens, and brings no block."""
+    if not 1 <= num_prompt <= most or admit.num_tokens != num_prompt:
+        raise RowMismatch(
+            f"row {admit.row} is a dummy that feeds {admit.num_tokens} of {num_prompt} tokens, and"
+            f" must feed all of 1 to {most}"
+        )
+    if admit.blocks or admit.cached_tokens:
+        raise RowMismatch(f"row {admit.row} is a dummy, and brings blocks of its own")
 
 
 def check_budget(

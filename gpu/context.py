@@ -27,17 +27,23 @@ import numpy.typing as npt
 import torch
 
 from callboard.gpu.admission import (
+    Availability,
     RowMismatch,
     check_block_ids,
     check_budget,
     check_chunk,
     check_chunk_blocks,
+    check_dummy,
     check_sequence,
 )
 from callboard.gpu.blocks import BlockPool
 from callboard.gpu.cache_spec import CacheSpec
 from callboard.gpu.caches import Caches
+from callboard.gpu.context_check import Regions, check_rows
+from callboard.gpu.context_memory import ContextMemory
+from callboard.gpu.context_statistics import ContextStatistics
 from callboard.gpu.dimensions import BatchDimensions, BatchLimits
+from callboard.gpu.dummies import dummies_for
 from callboard.gpu.memory import blocks_for
 from callboard.gpu.padding import Padding, StepShape, shape_in, unpadded
 from callboard.gpu.ragged import Lines
@@ -45,10 +51,9 @@ from callboard.gpu.row_rules import RowRules
 from callboard.gpu.rows import NO_ROW, NO_TOKEN, Indices, RowTable
 from callboard.gpu.sampling import SamplingRows
 from callboard.gpu.staging import Staging
-from callboard.gpu.state_slots import RowSlots, StateSlots
 from callboard.gpu.step_inputs import StepInputs, StepRows, build_inputs, input_bytes
 from callboard.messages.base import TokenIds
-from callboard.messages.errors import CallboardError, MemoryDeallocated, OutOfBlocks, RowOverflow
+from callboard.messages.errors import CallboardError, OutOfBlocks, RowOverflow
 from callboard.messages.steps import Admit, Continue, RowId, RowSampling
 
 
@@ -67,6 +72,13 @@ class StepOutcome(msgspec.Struct, frozen=True, kw_only=True):
     full: npt.NDArray[np.int64]
     failed: npt.NDArray[np.int64]
     paused: npt.NDArray[np.int64]
+
+
+class UpdateOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What `update_requests` did to rows that did not end, each named by its id."""
+
+    paused: list[RowId]  # wait for a block from now on
+    evicted: list[RowId]  # have left to make room, the newest wait first
 
 
 class PromptTargets(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +125,8 @@ class DynamicContext:
         cache_spec: what the model keeps between steps; its memory is taken at once. None leaves
             the tensors to somebody else.
         num_states: rows that can have a recurrent state, where the model has any; None: all.
+        paused_limit: blocks of the pool that paused rows may hold; where they hold more, the newest
+            are evicted. None: they may hold all.
         graphs: what steps are padded to: see `graph_list`. A step that fits none of them is padded
             to round dimensions; None: no step is padded.
     """
@@ -129,6 +143,7 @@ class DynamicContext:
         pool: BlockPool | None = None,
         cache_spec: CacheSpec | None = None,
         num_states: int | None = None,
+        paused_limit: int | None = None,
         graphs: Sequence[BatchDimensions] | None = None,
     ) -> None:
         self.max_rows = max_rows
@@ -136,10 +151,15 @@ class DynamicContext:
         self.max_model_len = max_model_len
         self.block_tokens = block_tokens
         self.dummy = num_blocks - 1
-        self.num_states = max_rows if num_states is None else num_states
-        self._device = torch.device(device)
         self._pool = pool
-        self._spec = cache_spec
+        self._paused_limit = paused_limit
+        self._memory = ContextMemory(
+            cache_spec,
+            num_blocks=num_blocks,
+            block_tokens=block_tokens,
+            num_states=max_rows if num_states is None else num_states,
+            device=torch.device(device),
+        )
         max_blocks = blocks_for(max_model_len, block_tokens)
         self._rows = RowTable(max_rows=max_rows, max_blocks=max_blocks, dummy=self.dummy)
         self._rules = RowRules()
@@ -149,20 +169,16 @@ class DynamicContext:
         self._prefill_ids: dict[RowId, npt.NDArray[np.int32]] = {}  # chunks of the coming step
         self._targets: dict[RowId, _Targets] = {}  # of those chunks, where log-probs are wanted
         self._departed: set[RowId] = set()  # with the last step
-        has_states = cache_spec is not None and cache_spec.state is not None
-        self._state_slots = StateSlots(self.num_states) if has_states else None
         self._padding: Padding | None = None
-        self._staging = Staging(self._device)
+        self._staging = Staging(torch.device(device))
         if graphs is not None:
             limits = BatchLimits(
                 max_tokens=max_tokens,
                 max_requests=min(max_rows, max_tokens),
                 max_model_len=max_model_len,
             )
-            self._padding = Padding(graphs, limits, strict=has_states)
-            self._staging = Staging(self._device, input_bytes(limits, max_blocks))
-        self._caches: Caches | None = None
-        self._allocated = False
+            self._padding = Padding(graphs, limits, strict=self._memory.has_states)
+            self._staging = Staging(torch.device(device), input_bytes(limits, max_blocks))
         self.allocate()
 
     # Memory
@@ -170,21 +186,17 @@ class DynamicContext:
     @property
     def allocated(self) -> bool:
         """Whether rows can be here: the memory of what the model keeps is taken."""
-        return self._allocated
+        return self._memory.allocated
 
     @property
     def bytes(self) -> int:
         """The size of the caches; 0 while they are deallocated or somebody else's."""
-        return self._caches.bytes if self._caches else 0
+        return self._memory.bytes
 
     @property
     def caches(self) -> Caches:
         """What the model keeps between steps; raises MemoryDeallocated where it is not here."""
-        if self._caches is None:
-            raise MemoryDeallocated(
-                "this context has no caches: they are deallocated, or elsewhere"
-            )
-        return self._caches
+        return self._memory.caches
 
     def allocate(self) -> None:
         """Take the memory of the caches, with no row in them; does nothing where it is taken.
@@ -192,17 +204,7 @@ class DynamicContext:
         Raises ConfigError where the blocks have another size than the model needs, and what the
         device raises where the memory is not there.
         """
-        if self._allocated:
-            return
-        if self._spec is not None:
-            self._caches = Caches(
-                self._spec,
-                num_blocks=self.dummy + 1,
-                block_tokens=self.block_tokens,
-                num_states=self.num_states,
-                device=self._device,
-            )
-        self._allocated = True
+        self._memory.allocate()
 
     def deallocate(self) -> None:
         """Forget all rows and give the memory of the caches back, until `allocate`.
@@ -210,10 +212,7 @@ class DynamicContext:
         It returns to the system once nobody holds a layer: see `release_memory`.
         """
         self.reset()
-        if self._caches is not None:
-            self._caches.free()
-        self._caches = None
-        self._allocated = False
+        self._memory.free()
 
     # What is here
 
@@ -226,6 +225,31 @@ class DynamicContext:
     def num_paused(self) -> int:
         """Rows that wait for a block."""
         return self._num_paused
+
+    @property
+    def num_active(self) -> int:
+        """Rows that wait for no block."""
+        return self._num_rows - self._num_paused
+
+    @property
+    def num_prefills(self) -> int:
+        """Rows of which a part of the prompt is in the coming step, or all of it."""
+        return len(self._prefill_ids)
+
+    @property
+    def num_decodes(self) -> int:
+        """Rows that feed the token they sampled last to the coming step."""
+        return self._end_of_running - self._num_paused - self.num_prefills
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Whether no part of a prompt is in the coming step."""
+        return self.num_prefills == 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any row is here; a request that was never admitted is none."""
+        return self._num_rows > 0
 
     @property
     def num_tokens(self) -> int:
@@ -252,6 +276,35 @@ class DynamicContext:
         """Return what is known of each row, by place, as a copy: see `ROW` for the fields."""
         return self._rows.records[: self._num_rows].copy()
 
+    def sequence_lengths(self) -> npt.NDArray[np.int32]:
+        """Return how many tokens each active row has cached after the coming step."""
+        return self._active("kv_length") + self._active("query_length")
+
+    def max_sequence_lengths(self) -> npt.NDArray[np.int32]:
+        """Return how many tokens each active row has in the end, if nothing stops it before."""
+        lengths = self.sequence_lengths()
+        if self._half_prefilled is not None:
+            lengths[-1] = len(self._half_prefilled.ids)
+        return lengths + self._active("max_tokens") - self._active("position")
+
+    def statistics(self) -> ContextStatistics:
+        """Return the context's numbers now."""
+        held = self._num_blocks_of(slice(0, self._num_rows))
+        usable = self.dummy
+        if self._pool is not None:
+            held = self._pool.held
+        return ContextStatistics(
+            rows=self._num_rows,
+            paused_rows=self._num_paused,
+            max_rows=self.max_rows,
+            tokens=self.num_tokens,
+            max_tokens=self.max_tokens,
+            usable_blocks=usable,
+            free_blocks=usable - held,
+            held_blocks=held,
+            active_blocks=self._num_blocks_of(slice(self._num_paused, self._num_rows)),
+        )
+
     # What changes between steps
 
     def add_row(self, admit: Admit) -> None:
@@ -262,14 +315,10 @@ class DynamicContext:
         """
         prompt = np.frombuffer(admit.prompt, dtype=np.int32)
         self._check_admit(admit, prompt)
-        place = self._num_rows
-        self._num_rows += 1
-        self._rows.write(place, admit.row, admit.sampling)
-        self._rows["rules"][place] = self._rules.add(prompt, admit.sampling)
-        self._begin_state(place)
+        place = self._begin_row(admit, prompt)
         self._rows["kv_length"][place] = admit.cached_tokens
         whole = _Prompt(admit.row, prompt, admit.sampling.prompt_logprobs)
-        end = self._feed(place, whole, admit)
+        end = self._feed(place, whole, admit.num_tokens, admit.blocks)
         if end < len(prompt):
             self._half_prefilled = whole
         elif self._half_prefilled is not None:
@@ -284,9 +333,36 @@ class DynamicContext:
             return
         place = self._num_rows - 1
         prompt = self._check_continue(step, place)
-        end = self._feed(place, prompt, step)
+        end = self._feed(place, prompt, step.num_tokens, step.blocks)
         if end == len(prompt.ids):
             self._half_prefilled = None
+
+    def add_dummy_requests(self, admits: Sequence[Admit], *, as_decodes: bool = False) -> None:
+        """Take rows in whose blocks are all the dummy, to warm up or to keep others company.
+
+        They run like others, with their whole prompts, or with their one token each as decodes,
+        and are dropped like others; the pool is not asked. All are taken in or none. Raises what
+        `add_row` raises.
+        """
+        self._check_dummies(admits, as_decodes=as_decodes)
+        for admit in admits:
+            prompt = np.frombuffer(admit.prompt, dtype=np.int32)
+            place = self._begin_row(admit, prompt)
+            blocks = (self.dummy,) * blocks_for(len(prompt), self.block_tokens)
+            self._feed(place, _Prompt(admit.row, prompt, -1), len(prompt), blocks)
+            if as_decodes:
+                self._rows["next_token"][place] = self._prefill_ids.pop(admit.row)[0]
+
+    def add_dummy_requests_for(self, graph: BatchDimensions) -> None:
+        """Fill the coming step with dummies up to what a graph has room for, to capture it.
+
+        Begin the step with the same graph, and `reset` behind it. Raises ValueError where a
+        prefill would be without a token, and what `add_dummy_requests` raises.
+        """
+        decodes, prefills = dummies_for(graph)
+        self._check_dummies([*decodes, *prefills], as_decodes=False)
+        self.add_dummy_requests(decodes, as_decodes=True)
+        self.add_dummy_requests(prefills)
 
     def grant(self, rows: Sequence[RowId], blocks: Sequence[int]) -> None:
         """Let paused rows go on, each with its new block; the others keep their order.
@@ -352,7 +428,7 @@ class DynamicContext:
             query_lens_R=query_lens_R,
             kv_lens_R=self._rows["kv_length"][running] + query_lens_R,
             block_table_RB=self._rows.block_table[running],
-            state_slots=self._slots_of(running),
+            state_slots=self._memory.row_slots(self._rows["state_slot"][running]),
             num_sampling=self._num_sampling,
         )
         return build_inputs(
@@ -482,11 +558,12 @@ class DynamicContext:
         self,
         active_mask_S: npt.NDArray[np.bool_],
         new_tokens_S: npt.NDArray[np.integer[Any]],
-    ) -> list[RowId]:
+    ) -> UpdateOutcome:
         """Finish a step whose caller judged which rows go on, then resume what the pool allows.
 
         Rows that end give their blocks back first; paused rows then resume, the longest wait
-        first. Returns the rows that this step left waiting.
+        first; and while those that still wait hold more than `paused_limit`, the newest of them
+        is evicted for the others.
         """
         pool = self._own_pool()
         self._check_sampled("entries of the mask", len(active_mask_S))
@@ -494,22 +571,40 @@ class DynamicContext:
         tokens_S = np.asarray(new_tokens_S, dtype=np.int32)
         paused = self._advance(tokens_S, leaving=~np.asarray(active_mask_S, dtype=np.bool_))
         self._resume_from(pool)
+        evicted = self._evict_over_limit(pool)
         still_paused = set(self.paused_ids)
-        return [row for row in paused.tolist() if row in still_paused]
+        return UpdateOutcome(
+            paused=[row for row in paused.tolist() if row in still_paused], evicted=evicted
+        )
+
+    def check_availability(self, num_tokens: int) -> Availability:
+        """Say whether a new row that feeds so many tokens fits the coming step, and what is short.
+
+        With a pool of its own only; changes nothing.
+        """
+        free_states = self._memory.free_states
+        return Availability(
+            rows=self._num_rows < self.max_rows,
+            tokens=self.num_tokens + num_tokens <= self.max_tokens,
+            blocks=blocks_for(num_tokens, self.block_tokens) <= self._own_pool().free,
+            states=self.allocated and (free_states is None or free_states > 0),
+        )
 
     def check(self) -> None:
         """Raise AssertionError unless the rows are as the picture says; slow, for tests."""
-        rows = self._rows.records[: self._num_rows]
-        lengths = rows["kv_length"] + rows["query_length"]
-        assert 0 <= self._num_paused <= self._num_rows <= self.max_rows
-        assert len(set(rows["id"].tolist())) == self._num_rows, "a row is here twice"
-        assert (rows["num_blocks"] == -(-lengths // self.block_tokens)).all(), "wrong block count"
-        assert (rows["last_offset"] == (lengths - 1) % self.block_tokens).all(), "wrong offset"
-        self._check_blocks(rows["num_blocks"])
-        self._check_regions(rows["query_length"])
-        assert (self._rows["id"][self._num_rows :] == NO_ROW).all(), "a place is not empty"
+        rows = self.rows()
+        regions = Regions(
+            num_paused=self._num_paused,
+            first_prefill=self._end_of_running - len(self._prefill_ids),
+            end_of_running=self._end_of_running,
+            num_rows=self._num_rows,
+        )
+        check_rows(self._rows, regions, block_tokens=self.block_tokens, dummy=self.dummy)
+        if self._half_prefilled is not None:
+            assert self.row_ids[-1] == self._half_prefilled.row, "the half prefilled row moved"
         lines = rows["rules"][rows["rules"] > 0].tolist()
         assert len(set(lines)) == len(lines) == len(self._rules), "wrong lines of rules"
+        self._memory.check(rows)
 
     # How rows move
 
@@ -563,33 +658,46 @@ class DynamicContext:
         count = min(self._num_paused, pool.free, self.max_tokens - self.num_tokens)
         self.grant(self.row_ids[:count], pool.allocate(count))
 
+    def _evict_over_limit(self, pool: BlockPool) -> list[RowId]:
+        """Drop the newest of the paused rows until the rest hold no more than they may."""
+        if self._paused_limit is None:
+            return []
+        evicted: list[RowId] = []
+        while self._num_blocks_of(slice(0, self._num_paused)) > self._paused_limit:
+            evicted.append(self.paused_ids[-1])
+            self.drop(evicted[-1:])
+            self._resume_from(pool)
+        return evicted
+
     def _release(self, places: Indices) -> None:
         """Give up what leaving rows hold: rules, state slots, blocks of the context's own pool."""
         if len(self._rules):
             self._rules.remove(self._lines(places))
-        if self._state_slots is not None:
-            self._state_slots.give_back(self._rows["state_slot"][places].tolist())
+        if self._memory.has_states:
+            self._memory.end_states(self._rows["state_slot"][places].tolist())
         if self._pool is not None and len(places):
             self._pool.release(self._rows.blocks_of(places))
 
-    def _begin_state(self, place: int) -> None:
-        """Give a new row a slot for its recurrent state, where the model has any."""
-        if self._state_slots is not None:
-            slot = self._state_slots.take()
-            self._rows["state_slot"][place] = slot
-            self.caches.zero_states(slot)
+    def _begin_row(self, admit: Admit, prompt: npt.NDArray[np.int32]) -> int:
+        """Write a new row behind all others, without a block or a token, and return its place."""
+        place = self._num_rows
+        self._num_rows += 1
+        self._rows.write(place, admit.row, admit.sampling)
+        self._rows["rules"][place] = self._rules.add(prompt, admit.sampling)
+        self._rows["state_slot"][place] = self._memory.begin_state()
+        return place
 
     def _shrink(self, num_rows: int) -> None:
         self._rows.clear(num_rows, self._num_rows)
         self._num_rows = num_rows
 
-    def _feed(self, place: int, prompt: _Prompt, step: Admit | Continue) -> int:
+    def _feed(self, place: int, prompt: _Prompt, num_tokens: int, blocks: tuple[int, ...]) -> int:
         """Make a chunk of a row's prompt part of the coming step; return where it ends."""
         record = self._rows.records[place]
         start = int(record["kv_length"])
-        end = start + step.num_tokens
-        self._rows.append_blocks(place, step.blocks)
-        record["query_length"] = step.num_tokens
+        end = start + num_tokens
+        self._rows.append_blocks(place, blocks)
+        record["query_length"] = num_tokens
         record["last_offset"] = (end - 1) % self.block_tokens
         self._prefill_ids[prompt.row] = prompt.ids[start:end]
         if prompt.logprobs >= 0 and start + 1 < len(prompt.ids):
@@ -614,13 +722,12 @@ class DynamicContext:
         )
         return self._num_rows - sits_out
 
+    def _num_blocks_of(self, places: slice) -> int:
+        """Return how many blocks these rows hold; one that several of them hold counts once."""
+        return len(set(self._rows.blocks_of(np.arange(*places.indices(self._num_rows)))))
+
     def _lines(self, places: Indices | slice) -> Lines:
         return self._rows["rules"][places].astype(np.int64)
-
-    def _slots_of(self, places: slice) -> RowSlots | None:
-        if self._state_slots is None:
-            return None
-        return RowSlots(self._rows["state_slot"][places], self._state_slots.dummy)
 
     def _shape_of(self, real: BatchDimensions, graph: BatchDimensions | None) -> StepShape:
         if graph is not None:
@@ -655,19 +762,31 @@ class DynamicContext:
             raise RowMismatch("this context has no block pool: its caller grants blocks")
         return self._pool
 
-    def _check_memory(self, num_rows: int) -> None:
-        """Raise unless that many rows find memory for what the model keeps of each."""
-        if not self._allocated:
-            raise MemoryDeallocated("no row can be added: the context is deallocated")
-        if self._state_slots is not None:
-            self._state_slots.check_room(num_rows)
+    def _check_new_rows(self, rows: Sequence[RowId]) -> None:
+        """Raise unless there is a place for each of these rows, and none of them is here."""
+        self._memory.check_room(len(rows))
+        if self._num_rows + len(rows) > self.max_rows:
+            taken = "all" if self._num_rows == self.max_rows else f"{self._num_rows} of"
+            raise RowOverflow(f"{taken} {self.max_rows} rows are taken", row=rows[-1])
+        ids = self._rows["id"][: self._num_rows]
+        known = [row for row in rows if (ids == row).any()]
+        if known or len(set(rows)) < len(rows):
+            raise RowMismatch(f"row {known[0] if known else rows} is here already, or named twice")
+
+    def _check_dummies(self, admits: Sequence[Admit], *, as_decodes: bool) -> None:
+        if not admits:
+            return
+        self._check_new_rows([admit.row for admit in admits])
+        if self._half_prefilled is not None or (as_decodes and self._prefill_ids):
+            raise RowMismatch("dummies come behind all rows, and decodes of them before any prompt")
+        for admit in admits:
+            num_prompt = len(np.frombuffer(admit.prompt, dtype=np.int32))
+            check_dummy(admit, num_prompt, most=1 if as_decodes else self.max_model_len)
+        num_tokens = sum(admit.num_tokens for admit in admits)
+        check_budget(num_tokens, self.num_tokens, self.max_tokens)
 
     def _check_admit(self, admit: Admit, prompt: npt.NDArray[np.int32]) -> None:
-        self._check_memory(1)
-        if self._num_rows == self.max_rows:
-            raise RowOverflow(f"all {self.max_rows} rows are taken", row=admit.row)
-        if (self._rows["id"][: self._num_rows] == admit.row).any():
-            raise RowMismatch(f"row {admit.row} is here already")
+        self._check_new_rows([admit.row])
         check_sequence(admit, len(prompt), self.max_model_len)
         self._check_chunk(admit, num_cached=admit.cached_tokens, num_prompt=len(prompt))
         end = admit.cached_tokens + admit.num_tokens
@@ -707,20 +826,3 @@ class DynamicContext:
     def _check_sampled(self, what: str, count: int) -> None:
         if count != self._num_sampling:
             raise RowMismatch(f"{count} {what} for {self._num_sampling} sampling rows")
-
-    def _check_blocks(self, num_blocks: npt.NDArray[np.int32]) -> None:
-        table = self._rows.block_table[: self._num_rows]
-        is_used = np.arange(table.shape[1]) < num_blocks[:, None]
-        used = table[is_used].tolist()
-        assert self.dummy not in used, "a row has the dummy block"
-        assert len(set(used)) == len(used), "a block is in two rows"
-        assert (table[~is_used] == self.dummy).all(), "an unused entry names a block"
-
-    def _check_regions(self, query_length: npt.NDArray[np.int32]) -> None:
-        assert (query_length[: self._num_paused] == 0).all(), "a paused row runs"
-        assert (query_length[self._num_paused : self._end_of_running] > 0).all(), "a row sits out"
-        first_prefill = self._end_of_running - len(self._prefill_ids)
-        is_decoding = query_length[self._num_paused : first_prefill] == 1
-        assert is_decoding.all(), "a prefill stands before a decode"
-        if self._half_prefilled is not None:
-            assert self.row_ids[-1] == self._half_prefilled.row, "the half prefilled row moved"

@@ -97,11 +97,6 @@ def gib_to_bytes(gib: float) -> int:
     return int(gib * GIB)
 
 
-def blocks_in(budget_gib: float, bytes_per_block: int) -> int:
-    """Return how many whole blocks fit `budget_gib` GiB; 0 when not even one does."""
-    return gib_to_bytes(budget_gib) // bytes_per_block
-
-
 def blocks_for(num_tokens: int, block_tokens: int) -> int:
     """Return how many blocks hold `num_tokens` tokens of one sequence."""
     return -(-num_tokens // block_tokens)

@@ -5,7 +5,7 @@ block, and a row of padding has no token, no cached key, and only the dummy in i
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -70,8 +70,9 @@ def extended(array: npt.NDArray[Scalar], length: int, value: Scalar | int) -> np
 
     Raises ValueError where it is longer.
     """
-    missing = length - len(array)
-    if missing == 0:
+    if len(array) == length:
         return array
-    padding: Any = ((0, missing),) + ((0, 0),) * (array.ndim - 1)
-    return np.pad(array, padding, constant_values=value)
+    longer = np.empty((length, *array.shape[1:]), dtype=array.dtype)
+    longer[: len(array)] = array
+    longer[len(array) :] = value
+    return longer

@@ -85,9 +85,10 @@ class RowTable:
         self["num_blocks"][places] += 1
 
     def blocks_of(self, places: Indices) -> list[int]:
-        """Return the blocks of these rows, row by row."""
-        used = np.arange(self.block_table.shape[1]) < self["num_blocks"][places, None]
-        blocks: list[int] = self.block_table[places][used].tolist()
+        """Return the blocks of these rows, row by row, without the dummy."""
+        table = self.block_table[places]
+        used = np.arange(table.shape[1]) < self["num_blocks"][places, None]
+        blocks: list[int] = table[used & (table != self._dummy)].tolist()
         return blocks
 
     def stop_ids_of(self, places: slice) -> npt.NDArray[np.int32]:

@@ -29,9 +29,10 @@ from callboard.gpu.device import (
     resident_bytes,
     wait_for,
 )
+from callboard.gpu.dimensions import BatchDimensions, BatchLimits, graph_list
 from callboard.gpu.loading import LoadedModel, load_model, read_config
 from callboard.gpu.logprobs import PIECE_TOKENS, likeliest, score_prompt
-from callboard.gpu.memory import blocks_in, format_bytes
+from callboard.gpu.memory import MemoryPlan, gib_to_bytes, plan_memory
 from callboard.gpu.models.config import DecoderConfig
 from callboard.gpu.models.decoder import Decoder
 from callboard.gpu.sampling import sample
@@ -49,9 +50,11 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a runner loads and how much it may take.
 
     The KV cache is sized by `num_blocks` (the dummy included) or by `kv_cache_gb` (GiB), one of
-    them. max_model_len None takes the model's own, threads None leaves torch's choice. With
-    batch_invariant what a row gets is the same to the bit, whatever rows are beside it and however
-    its prompt is cut; see `batch_invariant`.
+    them; in the second case recurrent states come out of it too. max_model_len None takes the
+    model's own, threads None leaves torch's choice, and max_rows None is as many as a pool and a
+    step are for (`default_max_requests`). `num_graph_sizes` is how finely steps are padded (see
+    `graph_list`); None: not at all. With batch_invariant what a row gets is the same to the bit,
+    whatever rows are beside it and however its prompt is cut; see `batch_invariant`.
     """
 
     model: str  # see `load_model`
@@ -61,11 +64,12 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int = 64
     num_blocks: int | None = None
     kv_cache_gb: float | None = None
-    max_rows: int = 256
+    max_rows: int | None = None
     max_tokens: int = 512  # of one step
     max_model_len: int | None = None
     threads: int | None = None
     batch_invariant: bool = False
+    num_graph_sizes: int | None = None
 
     def __post_init__(self) -> None:
         if (self.num_blocks is None) == (self.kv_cache_gb is None):
@@ -98,10 +102,14 @@ class ModelRunner:
         self._context: DynamicContext | None = None
         decoder = read_config(config.model).decoder
         self._cache_spec = _cache_spec(decoder, self._dtype)
-        self.num_blocks = _num_blocks(config, self._cache_spec)
-        """Blocks of the KV cache, the dummy included."""
+        self._plan = _plan(config, self._cache_spec)
         self.max_model_len = _max_model_len(config, decoder)
         """Most tokens of a sequence, prompt and output."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache, the dummy included."""
+        return self._plan.num_blocks
 
     @property
     def kv_bytes(self) -> int:
@@ -123,7 +131,7 @@ class ModelRunner:
         return DeviceReady(
             block_tokens=self._config.block_tokens,
             num_blocks=self.num_blocks - 1,
-            max_rows=self._config.max_rows,
+            max_rows=self._plan.max_requests,
             max_step_tokens=self._config.max_tokens,
             max_model_len=self.max_model_len,
         )
@@ -224,14 +232,25 @@ class ModelRunner:
 
     def _make_context(self) -> DynamicContext:
         return DynamicContext(
-            max_rows=self._config.max_rows,
+            max_rows=self._plan.max_requests,
             max_tokens=self._config.max_tokens,
             max_model_len=self.max_model_len,
             block_tokens=self._config.block_tokens,
             num_blocks=self.num_blocks,
             device=self._device,
             cache_spec=self._cache_spec,
+            graphs=self._graphs(),
         )
+
+    def _graphs(self) -> Sequence[BatchDimensions] | None:
+        if self._config.num_graph_sizes is None:
+            return None
+        limits = BatchLimits(
+            max_tokens=self._config.max_tokens,
+            max_requests=self._plan.max_requests,
+            max_model_len=self.max_model_len,
+        )
+        return graph_list(limits, num_sizes=self._config.num_graph_sizes)
 
     def _score_prompts(
         self, hidden_TD: Tensor, context: DynamicContext
@@ -283,17 +302,21 @@ def _cache_spec(decoder: DecoderConfig, dtype: torch.dtype) -> CacheSpec:
     )
 
 
-def _num_blocks(config: RunnerConfig, spec: CacheSpec) -> int:
-    size = spec.block_bytes(config.block_tokens)
-    num_blocks = config.num_blocks
-    if num_blocks is None:
-        num_blocks = blocks_in(config.kv_cache_gb or 0.0, size)
-    if num_blocks < 2:
-        raise ConfigError(
-            f"the KV cache has room for {num_blocks} blocks of {format_bytes(size)}, and needs"
-            " at least 2: set num_blocks or kv_cache_gb higher"
-        )
-    return num_blocks
+def _plan(config: RunnerConfig, spec: CacheSpec) -> MemoryPlan:
+    """Work out how large the pool is and how many rows it is for; ConfigError where it is short."""
+    bytes_per_block, bytes_per_state = spec.block_bytes(config.block_tokens), spec.state_bytes()
+    if config.num_blocks is not None:
+        num_states = config.max_rows or config.num_blocks
+        budget = config.num_blocks * bytes_per_block + num_states * bytes_per_state
+    else:  # which the state that padding writes to comes out of, as the block it writes to does
+        budget = gib_to_bytes(config.kv_cache_gb or 0.0) - bytes_per_state
+    return plan_memory(
+        budget_bytes=budget,
+        bytes_per_block=bytes_per_block,
+        bytes_per_state=bytes_per_state,
+        max_tokens=config.max_tokens,
+        max_requests=config.max_rows,
+    )
 
 
 def _max_model_len(config: RunnerConfig, decoder: DecoderConfig) -> int:

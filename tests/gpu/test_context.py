@@ -7,18 +7,22 @@ tables, as attention would.
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.strategies import DataObject, booleans, data, integers, sampled_from, sets
 
 from callboard.gpu.admission import RowMismatch
 from callboard.gpu.blocks import BlockPool
+from callboard.gpu.cache_spec import CacheSpec, KeyValueShape, StateShape
 from callboard.gpu.context import DynamicContext, StepOutcome
+from callboard.gpu.dimensions import AUTOMATIC, BatchDimensions, BatchLimits, graph_list
 from callboard.gpu.memory import blocks_for
 from callboard.gpu.step_inputs import StepInputs
 from callboard.messages.base import pack_ids
@@ -50,6 +54,16 @@ def make_sampling(
     )
 
 
+HYBRID = CacheSpec(
+    layers=("attention", "state"),
+    attention=KeyValueShape(num_kv_heads=1, head_dim=1),
+    dtype=torch.float32,
+    state=StateShape(
+        conv_shape=(1,), ssm_shape=(1,), conv_dtype=torch.float64, ssm_dtype=torch.float64
+    ),
+)
+
+
 def make_context(
     *,
     max_rows: int = 8,
@@ -58,6 +72,8 @@ def make_context(
     block_tokens: int = 4,
     num_blocks: int = 50,
     pool: BlockPool | None = None,
+    cache_spec: CacheSpec | None = None,
+    graphs: Sequence[BatchDimensions] | None = None,
 ) -> DynamicContext:
     return DynamicContext(
         max_rows=max_rows,
@@ -66,6 +82,8 @@ def make_context(
         block_tokens=block_tokens,
         num_blocks=num_blocks,
         pool=pool,
+        cache_spec=cache_spec,
+        graphs=graphs,
     )
 
 
@@ -94,6 +112,7 @@ class Caller:
     paused: list[int] = field(default_factory=list)
     cache: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot: (row, token)
     next_row: int = 100
+    has_states: bool = False
 
     @property
     def block_tokens(self) -> int:
@@ -120,7 +139,22 @@ class Caller:
             )
         )
         self.rows[row] = Row(list(prompt), blocks, len(prompt), sampling, num_fed=chunk)
+        self.sign_states(row)
         return row
+
+    def sign_states(self, row: int) -> None:
+        """Write a row's number into its states, which were zero."""
+        for states, slots in self.states():
+            place = self.context.row_ids.index(row)
+            assert states[slots[place]] == 0
+            states[slots[place]] = row
+
+    def states(self) -> list[tuple[torch.Tensor, list[int]]]:
+        """Return the two parts of all states, each with the rows' slots; none without states."""
+        if not self.has_states:
+            return []
+        slots = self.context.rows()["state_slot"].tolist()
+        return [(states, slots) for states in self.context.caches.states(1)]
 
     def continue_prefill(self, num_tokens: int) -> None:
         row = self.context.half_prefilled_id
@@ -181,8 +215,9 @@ class Caller:
     def write_and_read(self, inputs: StepInputs) -> None:
         """Do with the slots and tables what the model does, and compare with what rows hold."""
         metadata = inputs.metadata
-        ids, slots = inputs.input_ids_T.tolist(), metadata.slot_mapping.tolist()
-        running = self.running()
+        num_tokens, running = inputs.num_tokens, self.running()
+        ids = inputs.input_ids_T[:num_tokens].tolist()
+        slots = metadata.slot_mapping[:num_tokens].tolist()
         row_T = [row for row in running for _ in range(self.rows[row].num_fed)]
         self.cache.update(zip(slots, zip(row_T, ids, strict=True), strict=True))
         positions: list[int] = []
@@ -195,14 +230,32 @@ class Caller:
             assert table[: len(known.blocks)] == known.blocks
             assert self.read(table, length) == [(row, token) for token in known.tokens[:length]]
             positions += range(known.num_cached, length)
-        assert metadata.positions.tolist() == positions
+        assert metadata.positions[:num_tokens].tolist() == positions
         ends = np.cumsum([self.rows[row].num_fed for row in running]).tolist()
-        assert metadata.cu_seqlens_q.tolist() == [0, *ends]
+        assert metadata.cu_seqlens_q[: len(running) + 1].tolist() == [0, *ends]
         num_sampling = len(self.sampling())
         assert inputs.last_token_indices_S.tolist() == [end - 1 for end in ends[:num_sampling]]
         assert (metadata.query_lens_host[: metadata.num_decodes] == 1).all()
-        assert metadata.max_seqlen_q == metadata.query_lens_host.max()
-        assert metadata.max_seqlen_k == metadata.kv_lens_host.max()
+        assert metadata.max_seqlen_q >= metadata.query_lens_host.max()
+        assert metadata.max_seqlen_k >= metadata.kv_lens_host.max()
+        for _, slot_R in self.states()[:1]:
+            assert inputs.states is not None
+            wanted = slot_R[self.context.num_paused :][: len(running)]
+            num_decodes = inputs.states.num_decodes
+            assert inputs.states.decode_slots_D[:num_decodes].tolist() == wanted[:num_decodes]
+            prefills = wanted[num_decodes:]
+            assert inputs.states.prefill_slots_P[: len(prefills)].tolist() == prefills
+        self.expect_harmless_padding(inputs)
+
+    def expect_harmless_padding(self, inputs: StepInputs) -> None:
+        metadata, num_tokens = inputs.metadata, inputs.num_tokens
+        num_rows = metadata.num_rows
+        assert len(metadata.seqlens_k) == inputs.shape.padded.requests
+        assert len(inputs.input_ids_T) == len(metadata.slot_mapping) == inputs.shape.padded.tokens
+        assert (metadata.slot_mapping[num_tokens:] // self.block_tokens == self.context.dummy).all()
+        assert (metadata.cu_seqlens_q[num_rows:] == num_tokens).all()
+        assert (metadata.seqlens_k[num_rows:] == 0).all()
+        assert (metadata.block_table[num_rows:] == self.context.dummy).all()
 
     def read(self, table: list[int], length: int) -> list[tuple[int, int]]:
         size = self.block_tokens
@@ -242,6 +295,8 @@ class Caller:
         self.context.check()
         assert set(self.context.row_ids) == set(self.rows)
         assert self.context.paused_ids == self.paused
+        for states, slots in self.states():
+            assert states[slots, 0].tolist() == self.context.row_ids
         assert self.pool.held == sum(len(known.blocks) for known in self.rows.values())
         self.pool.audit()
 
@@ -252,11 +307,18 @@ def make_caller(
     max_tokens: int = 64,
     block_tokens: int = 4,
     num_blocks: int = 50,
+    has_states: bool = False,
+    graphs: Sequence[BatchDimensions] | None = None,
 ) -> Caller:
     context = make_context(
-        max_rows=max_rows, max_tokens=max_tokens, block_tokens=block_tokens, num_blocks=num_blocks
+        max_rows=max_rows,
+        max_tokens=max_tokens,
+        block_tokens=block_tokens,
+        num_blocks=num_blocks,
+        cache_spec=HYBRID if has_states else None,
+        graphs=graphs,
     )
-    return Caller(context, BlockPool(num_blocks))
+    return Caller(context, BlockPool(num_blocks), has_states=has_states)
 
 
 # One row
@@ -833,12 +895,12 @@ def test_rows_leave_move_wait_and_resume_in_one_update() -> None:
             admit(row, prompt=range(length), blocks=tuple(blocks), sampling=make_sampling())
         )
     context.begin_step()
-    assert context.update_requests(np.ones(10, dtype=np.bool_), np.arange(10)) == [0, 1]
+    assert context.update_requests(np.ones(10, dtype=np.bool_), np.arange(10)).paused == [0, 1]
     assert context.row_ids == list(range(10))
     pool.release(range(479))
 
     mask = np.array([1, 0, 1, 1, 1, 0, 0, 1], dtype=np.bool_)
-    newly_paused = context.update_requests(mask, np.arange(2, 10))
+    newly_paused = context.update_requests(mask, np.arange(2, 10)).paused
     inputs = context.begin_step()
 
     assert newly_paused == []
@@ -884,10 +946,10 @@ def test_the_longest_wait_ends_first_when_a_block_comes_free() -> None:
     context.add_request(3, pack_ids([1, 2]), make_sampling())
     stay = np.ones(3, dtype=np.bool_)
 
-    assert context.update_requests(stay, np.array([5, 6, 7])) == [2]
-    assert context.update_requests(stay[:2], np.array([5, 7])) == [1]
+    assert context.update_requests(stay, np.array([5, 6, 7])).paused == [2]
+    assert context.update_requests(stay[:2], np.array([5, 7])).paused == [1]
     assert context.paused_ids == [2, 1]
-    assert context.update_requests(np.zeros(1, dtype=np.bool_), np.array([7])) == []
+    assert context.update_requests(np.zeros(1, dtype=np.bool_), np.array([7])).paused == []
 
     assert context.paused_ids == [1]
     assert context.row_ids == [1, 2]
@@ -919,7 +981,7 @@ def test_all_rows_waiting_for_ever_is_a_state_and_no_crash() -> None:
     for row in (1, 2):
         context.add_request(row, pack_ids([1, 2, 3, 4]), make_sampling())
 
-    assert context.update_requests(np.ones(2, dtype=np.bool_), np.array([5, 6])) == [1, 2]
+    assert context.update_requests(np.ones(2, dtype=np.bool_), np.array([5, 6])).paused == [1, 2]
 
     assert context.begin_step() is None
     context.drop([2])
@@ -987,10 +1049,25 @@ def test_every_row_ends_and_every_block_comes_back_under_any_pressure(seed: int)
 
 
 class ContextMachine(RuleBasedStateMachine):
-    @initialize(block_tokens=sampled_from([1, 2, 4, 7]), max_tokens=integers(8, 30))
-    def start(self, block_tokens: int, max_tokens: int) -> None:
+    @initialize(
+        block_tokens=sampled_from([1, 2, 4, 7]),
+        max_tokens=integers(8, 30),
+        num_graph_sizes=sampled_from([None, 0, 2, AUTOMATIC]),
+        has_states=booleans(),
+    )
+    def start(
+        self, block_tokens: int, max_tokens: int, num_graph_sizes: int | None, has_states: bool
+    ) -> None:
+        limits = BatchLimits(max_tokens=max_tokens, max_requests=6, max_model_len=1000)
         self.caller = make_caller(
-            max_rows=6, max_tokens=max_tokens, block_tokens=block_tokens, num_blocks=60
+            max_rows=6,
+            max_tokens=max_tokens,
+            block_tokens=block_tokens,
+            num_blocks=60,
+            has_states=has_states,
+            graphs=None
+            if num_graph_sizes is None
+            else graph_list(limits, num_sizes=num_graph_sizes, max_graph_tokens=12),
         )
         self.clock = 0
 

@@ -248,7 +248,7 @@ def test_a_row_has_a_slot_of_its_own_and_begins_with_nothing_in_it() -> None:
 
     assert len(set(slots(context).values())) == 2
     assert state(context, 1) == state(context, 2) == {0.0}
-    assert (context.caches.states(0)[0][context.num_states] == 7).all()  # the dummy's
+    assert (context.caches.states(0)[0][-1] == 7).all()  # the dummy's
     context.check()
 
 

@@ -30,11 +30,13 @@ def make_config(
     num_blocks: int | None = 200,
     kv_cache_gb: float | None = None,
     block_tokens: int = BLOCK_TOKENS,
-    max_rows: int = 16,
+    max_rows: int | None = 16,
     max_model_len: int | None = 128,
+    max_tokens: int = 512,
     threads: int | None = None,
     dtype: str = "auto",
     batch_invariant: bool = False,
+    num_graph_sizes: int | None = None,
 ) -> RunnerConfig:
     return RunnerConfig(
         model="random:tiny",
@@ -45,8 +47,10 @@ def make_config(
         block_tokens=block_tokens,
         max_rows=max_rows,
         max_model_len=max_model_len,
+        max_tokens=max_tokens,
         threads=threads,
         batch_invariant=batch_invariant,
+        num_graph_sizes=num_graph_sizes,
     )
 
 
@@ -359,6 +363,24 @@ def test_a_float64_model_computes_in_nothing_less(monkeypatch: pytest.MonkeyPatc
     Scheduler(runner).run(make_requests())
 
     assert {dtype for dtype in seen.dtypes if dtype.is_floating_point} == {torch.float64}
+
+
+@pytest.fixture(scope="module", params=[-1, 3], ids=["all graphs", "3 sizes"])
+def padding_runner(request: pytest.FixtureRequest) -> ModelRunner:
+    return make_runner(make_config(num_graph_sizes=request.param))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_padding_changes_no_token_whatever_the_schedule(
+    runner: ModelRunner, padding_runner: ModelRunner, schedule: dict[str, int]
+) -> None:
+    plain, padded = make_requests(), make_requests()
+
+    Scheduler(runner, **schedule).run(plain)
+    Scheduler(padding_runner, **schedule).run(padded)
+
+    assert_same(padded, plain)
+    padding_runner.drop(range(10_000))
 
 
 def test_seeds_and_not_neighbours_decide_what_is_drawn(runner: ModelRunner) -> None:
@@ -957,8 +979,20 @@ def test_settings_below_one_are_refused_by_name() -> None:
 def test_settings_the_model_has_no_room_for_are_refused_at_load() -> None:
     with pytest.raises(ConfigError, match="max_model_len is 4096, and the model's context is 2048"):
         ModelRunner(make_config(max_model_len=4096)).load()
-    with pytest.raises(ConfigError, match="room for 0 blocks of 2 KiB, and needs at least 2"):
+    with pytest.raises(ConfigError, match="room for 0 blocks of 2 KiB, and must for at least 2"):
         ModelRunner(make_config(num_blocks=None, kv_cache_gb=1e-9)).load()
+
+
+def test_without_a_number_of_rows_there_are_as_many_as_pool_and_step_are_for() -> None:
+    by_blocks = ModelRunner(make_config(max_rows=None, num_blocks=15)).room()
+    by_tokens = ModelRunner(make_config(max_rows=None, max_tokens=9)).room()
+
+    assert (by_blocks.max_rows, by_tokens.max_rows) == (12, 8)
+
+
+def test_more_rows_than_a_step_has_tokens_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"is 16, and must be at most max_tokens \(8\)"):
+        ModelRunner(make_config(max_tokens=8))
 
 
 def test_its_room_does_not_count_the_block_for_padding(runner: ModelRunner) -> None:
