@@ -391,14 +391,16 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         )
 
     async def _report_end(self, request: Request, now: float) -> None:
-        first = now if request.first_token_at is None else request.first_token_at
+        first_token_s = None
+        if request.first_token_at is not None and not request.began_elsewhere:
+            first_token_s = request.first_token_at - request.accepted_at
         await self._out.tell(
             RequestStats(
                 replica=self._replica,
                 finish="" if request.finish_reason is None else request.finish_reason,
                 prompt_tokens=len(request.prompt),
                 output_tokens=len(request.output),
-                first_token_s=first - request.accepted_at,
+                first_token_s=first_token_s,
                 total_s=now - request.accepted_at,
             )
         )

@@ -79,6 +79,9 @@ open, each with an abort behind it.
 PING_INTERVAL_S = 1.0
 SILENCE_LIMIT_S = 15.0
 HANDSHAKE_TIMEOUT_S = 5.0
+LONGEST_S = 9e9
+"""What is said of a longer time to answer: an int64 of nanoseconds ends soon after."""
+
 GOODBYE_S = 1.0
 """How long peers may take to read their last words."""
 
@@ -267,7 +270,7 @@ class _Speaker(ABC):
             message_id=message_id,
             cause=0 if cell is None else cell.handling,
             sender=self._name,
-            timeout_ns=-1 if timeout is None else int(timeout * 1e9),
+            timeout_ns=-1 if timeout is None else int(min(timeout, LONGEST_S) * 1e9),
             max_bytes=self.max_frame_bytes,
         )
         return message_id, frame
@@ -288,9 +291,11 @@ class _Speaker(ABC):
     async def _ask(
         self, peer: PeerKey, call: Call[R], timeout: float, post: Callable[[bytes], None]
     ) -> R:
+        expired = DeadlineExceeded(f"no answer to {type(call).__name__} in {timeout:g} s")
+        if timeout <= 0:
+            raise expired
         message_id, frame = self._frame(call, timeout=timeout)
         reply = self.asks.add(peer, message_id, call)
-        expired = DeadlineExceeded(f"no answer to {type(call).__name__} in {timeout:g} s")
         timer = self._system.timers.at(trio.current_time() + timeout, lambda: reply.fail(expired))
         try:
             post(frame)

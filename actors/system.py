@@ -5,6 +5,7 @@ There is one `ActorSystem` per trio run and caller, never a global one.
 
 import heapq
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -74,7 +75,12 @@ class Timers:
         self._earlier = trio.Event()
 
     def at(self, due: float, callback: Callable[[], None]) -> Timer:
-        """Call `callback` at `due` on the trio clock; it must not raise."""
+        """Call `callback` at `due` on the trio clock; it must not raise.
+
+        Raises ValueError when `due` is NaN, which is before and after nothing.
+        """
+        if math.isnan(due):
+            raise ValueError("a timer cannot be due at NaN")
         timer = Timer(self, due, callback)
         if not self._heap or due < self._heap[0][0]:
             self._earlier.set()

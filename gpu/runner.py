@@ -41,6 +41,8 @@ from callboard.messages.errors import CallboardError, ConfigError
 from callboard.messages.logprobs import PromptLogprobs, TopLogprobs
 from callboard.messages.steps import DeviceReady, RowFailure, RowId, RunStep, StepDone
 
+_NO_TOKEN = "no token can be chosen: the logits are not numbers, or the request bans every token"
+
 
 class NotReady(CallboardError):
     """The weights or the KV cache are not there; nothing was changed."""
@@ -392,10 +394,7 @@ def _report(
         token_ids=outcome.token_ids.tobytes(),
         stopped=tuple(outcome.stopped.tolist()),
         full=tuple(outcome.full.tolist()),
-        failed=tuple(
-            RowFailure(row=row, message="the model computed logits that are not numbers")
-            for row in outcome.failed.tolist()
-        ),
+        failed=tuple(RowFailure(row=row, message=_NO_TOKEN) for row in outcome.failed.tolist()),
         logprobs=b"" if logprobs_S is None else logprobs_S[outcome.kept_S].tobytes(),
         top_logprobs={row: top for row, top in zip(rows, top_S, strict=False) if top},
         num_tokens=inputs.num_tokens,

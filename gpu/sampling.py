@@ -261,6 +261,7 @@ def _filtered_weights(probs_SV: Tensor, rows: SamplingRows, part: slice) -> Tens
         weights_SV.masked_fill_(probs_SV < kth_S[:, None], 0)
     if rows.uses_top_p:
         mass_S = (rows.top_p_S[part] * weights_SV.sum(dim=-1)).ceil().to(torch.int64)
+        mass_S.clamp_(min=1)  # a top_p too small for a float32 has become 0
         crossing_S = _threshold(probs_SV, weights_SV, mass_S)
         weights_SV.masked_fill_(probs_SV < crossing_S[:, None], 0)
     return weights_SV

@@ -18,11 +18,15 @@ class StepStats(Message, frozen=True):
 
 
 class RequestStats(Message, frozen=True):
-    """Scheduler → metrics: one request ended."""
+    """Scheduler → metrics: one request ended.
+
+    `first_token_s` is None where there was no first token, or where it came in an earlier life of
+    the request, at a time that is not known here.
+    """
 
     replica: str
     finish: str
     prompt_tokens: int
     output_tokens: int
-    first_token_s: float
+    first_token_s: float | None
     total_s: float

@@ -115,6 +115,12 @@ class RequestStream:
 
     async def __aenter__(self) -> "RequestStream":
         """Submit, and wait until the request is accepted. Raises what it is refused for."""
+        if self.told:
+            raise RequestError(
+                f"the stream of {self.request_id} was entered before",
+                field="request_id",
+                allowed="a stream that was not used yet",
+            )
         self._engine._register(self)
         try:
             await self._engine._open(self, self._submit)
@@ -207,7 +213,9 @@ class RequestStream:
 
     async def _abandon(self) -> None:
         """Abort if the request has not ended, and wait until what it holds is free."""
-        if self._ended.is_set():
+        if not self.told:  # nobody has heard of it, so nobody would say that it has ended
+            self._engine._forget(self)
+        if self._ended.is_set() or not self.told:
             return
         with trio.CancelScope(shield=True, deadline=trio.current_time() + ABORT_TIMEOUT_S):
             try:
@@ -261,7 +269,7 @@ class Engine:
         Raises RequestError for an option that does not exist or has the wrong type.
         """
         submit = Submit(
-            request_id=request_id or f"{self._prefix}-{next(self._ids)}",
+            request_id=f"{self._prefix}-{next(self._ids)}" if request_id is None else request_id,
             prompt=as_prompt(prompt),
             params=as_params(params, options),
             priority=priority,

@@ -11,7 +11,7 @@
 A verb that did not have its effect everywhere leaves the tree under way: PAUSING, UNPAUSING,
 SUSPENDING, RESUMING or STOPPING. Repeating the verb continues it. A tree that is SUSPENDING or
 RESUMING counts as suspended and is paused throughout. While STOPPING and when STOPPED everything
-but STOP is refused.
+but STOP is refused. So is, in any state, a time to drain that is negative or no number.
 """
 
 import msgspec
@@ -83,6 +83,8 @@ class Lifecycle:
             if isinstance(verb, Stop) and self.state is not State.FAILED:
                 return Plan(relay=(verb,) if self.state is State.STOPPING else ())
             return Plan(refused=f"the tree is {self.state}")
+        if isinstance(verb, Pause | Stop) and not verb.drain_s >= 0:  # NaN, too
+            return Plan(refused=f"drain_s is {verb.drain_s}, and must be 0 or more seconds")
         match verb:
             case Pause():
                 return Plan(relay=() if self._is_paused else (verb,))

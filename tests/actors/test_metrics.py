@@ -1,3 +1,4 @@
+import math
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
@@ -11,7 +12,13 @@ from callboard.actors.system import open_system
 from callboard.messages.events import RequestStats, StepStats
 
 
-def step(replica: str = "replica-0", *, num_tokens: int = 10, num_sampled: int = 4) -> StepStats:
+def step(
+    replica: str = "replica-0",
+    *,
+    num_tokens: int = 10,
+    num_sampled: int = 4,
+    seconds: float = 0.25,
+) -> StepStats:
     return StepStats(
         replica=replica,
         step=1,
@@ -21,11 +28,11 @@ def step(replica: str = "replica-0", *, num_tokens: int = 10, num_sampled: int =
         waiting=0,
         paused=0,
         free_blocks=7,
-        seconds=0.25,
+        seconds=seconds,
     )
 
 
-def request(replica: str = "replica-0", *, first_token_s: float = 0.5) -> RequestStats:
+def request(replica: str = "replica-0", *, first_token_s: float | None = 0.5) -> RequestStats:
     return RequestStats(
         replica=replica,
         finish="stop",
@@ -59,7 +66,32 @@ async def test_steps_and_requests_are_added_up_over_all_replicas() -> None:
             "step_seconds": 0.5,
             "requests": 2,
             "mean_time_to_first_token_s": 0.375,
+            "reports_refused": 0,
         }
+
+
+async def test_a_request_without_a_first_token_does_not_count_in_the_mean_of_its_time() -> None:
+    async with metrics() as (cell, ref):
+        await ref.tell(request(first_token_s=0.5))
+        await ref.tell(request(first_token_s=None))
+        await wait_all_tasks_blocked()
+        assert cell.status().details["requests"] == 2
+        assert cell.status().details["mean_time_to_first_token_s"] == 0.5
+
+
+async def test_a_report_with_a_number_that_cannot_be_is_counted_and_changes_no_sum() -> None:
+    async with metrics() as (cell, ref):
+        await ref.tell(step())
+        await ref.tell(request())
+        await wait_all_tasks_blocked()
+        before = cell.status().details
+        for wrong in (-1.0, math.nan, math.inf, -math.inf):
+            await ref.tell(step(seconds=wrong))
+            await ref.tell(request(first_token_s=wrong))
+        await ref.tell(step(num_sampled=-1))
+        await wait_all_tasks_blocked()
+        assert cell.status().details == {**before, "reports_refused": 9}
+        assert cell.lives == 1
 
 
 async def test_before_anything_happened_all_is_zero() -> None:

@@ -460,6 +460,25 @@ async def test_each_step_and_each_end_is_reported(autojump_clock: MockClock, sta
     assert ended.total_s == pytest.approx(7)
 
 
+async def test_the_time_to_the_first_token_is_reported_once_and_only_where_there_was_one(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_stage(num_blocks=64) as stage:
+        await stage.submit("aborted", 2)
+        await stage.tell(Abort(request_id="aborted"))
+        stage.output["moved"] = alone(PROMPT, 2)
+        await stage.submit("moved", 4, delivered=pack_ids(stage.output["moved"]))
+        await stage.submit("prefilled twice", 2)
+        await trio.sleep(3)
+        await stage.new_device()
+        await stage.settle()
+        await trio.sleep(4)
+        await stage.run()
+        ends = [one for one in stage.stats if isinstance(one, RequestStats)]
+        assert [one.first_token_s for one in ends] == [None, None, pytest.approx(7)]
+        assert [one.total_s for one in ends] == [0, pytest.approx(7), pytest.approx(7)]
+
+
 # Before the device is known.
 
 

@@ -879,6 +879,37 @@ async def test_the_time_left_for_an_answer_travels_with_the_question(
     assert note.timeout_s is None
 
 
+@pytest.mark.parametrize("timeout", [0.0, -1.0])
+async def test_a_question_without_time_for_an_answer_is_not_asked(
+    autojump_clock: MockClock, world: World, timeout: float
+) -> None:
+    pair = await world.pair()
+    with pytest.raises(DeadlineExceeded):
+        await pair.connection.ask(Question(number=1), timeout=timeout)
+    await pair.connection.send(Note(number=2))
+    (said,) = await pair.at_listener.said()
+    assert said.message == Note(number=2)
+
+
+@pytest.mark.parametrize("timeout", [1e10, 1e300, float("inf")])
+async def test_a_question_may_wait_for_ever(
+    autojump_clock: MockClock, world: World, timeout: float
+) -> None:
+    pair = await world.pair()
+    answers = []
+
+    async def ask() -> None:
+        answers.append(await pair.connection.ask(Question(number=1), timeout=timeout))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask)
+        (said,) = await pair.at_listener.said()
+        assert said.timeout_s is not None
+        assert said.timeout_s > 1e9
+        pair.listener.answer(said.peer, said.message_id, 42)
+    assert answers == [42]
+
+
 async def test_a_server_can_ask_too(autojump_clock: MockClock, world: World) -> None:
     pair = await world.pair()
 

@@ -112,6 +112,18 @@ async def test_a_timer_that_is_already_due_fires_at_once(
     assert bell.times == [50.0]
 
 
+async def test_a_time_that_is_no_number_is_refused_and_the_other_timers_fire(
+    timers: Timers, mock_clock: MockClock, bell: Bell
+) -> None:
+    timers.at(1.0, bell.pull())
+    with pytest.raises(ValueError, match="NaN"):
+        timers.at(float("nan"), bell.pull())
+    timers.at(float("inf"), bell.pull())
+    mock_clock.jump(2.0)
+    await wait_all_tasks_blocked()
+    assert bell.times == [2.0]
+
+
 async def test_timers_set_before_anybody_runs_them_fire_when_somebody_does(
     nursery: trio.Nursery, mock_clock: MockClock, bell: Bell
 ) -> None:

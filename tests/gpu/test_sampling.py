@@ -191,6 +191,12 @@ def test_top_p_keeps_tokens_up_to_the_one_that_crosses(top_p: float, kept: set[i
     assert set(draw([0.5, 0.3, 0.15, 0.05], 500, top_p=top_p)) == kept
 
 
+def test_the_least_top_p_keeps_the_likeliest_alone() -> None:
+    """Rows keep it as a float32, in which it is 0: less than the least that is left is not off."""
+    for top_p in (1e-50, 1e-45, 1e-9):
+        assert set(draw(EIGHT[::-1], 200, top_p=float(np.float32(top_p)))) == {7}
+
+
 def test_top_p_keeps_all_that_tie_with_the_one_that_crosses() -> None:
     assert set(draw([0.4, 0.2, 0.2, 0.2], 500, top_p=0.5)) == {0, 1, 2, 3}
 

@@ -183,7 +183,14 @@ WRONG = [
     pytest.param([5], {"top_k": -1}, "top_k", "0", id="negative top_k"),
     pytest.param([5], {"top_p": 0.0}, "top_p", "above 0", id="top_p of zero"),
     pytest.param([5], {"min_p": 2.0}, "min_p", "0.0 to 1.0", id="min_p above one"),
-    pytest.param([5], {"max_tokens": -1}, "max_tokens", "0 to", id="less than no tokens"),
+    pytest.param([5], {"max_tokens": -1}, "max_tokens", "to 2147483647", id="minus one token"),
+    pytest.param(
+        [5], {"max_tokens": 2**63}, "max_tokens", "to 2147483647", id="tokens without end"
+    ),
+    pytest.param([5], {"max_tokens": 1.5}, "max_tokens", "int", id="half a token"),
+    pytest.param([5], {"max_tokens": "8"}, "max_tokens", "int", id="tokens in words"),
+    pytest.param([5], {"max_tokens": True}, "max_tokens", "int", id="tokens as a flag"),
+    pytest.param([5], {"max_tokens": float("nan")}, "max_tokens", "int", id="NaN tokens"),
     pytest.param([5], {"min_tokens": 9, "max_tokens": 3}, "min_tokens", "3", id="min over max"),
     pytest.param([5], {"logprobs": 21}, "logprobs", "20", id="many logprobs"),
     pytest.param([5], {"stop_token_ids": [1000]}, "stop_token_ids", "999", id="foreign stop id"),
@@ -195,6 +202,8 @@ WRONG = [
     pytest.param([5], {"timeout_s": 0.0}, "timeout_s", "above 0", id="no time"),
     pytest.param([5], {"timeout_s": float("nan")}, "timeout_s", "above 0", id="NaN seconds"),
     pytest.param([5], {"request_id": 5}, "request_id", "str", id="id that is no text"),
+    pytest.param([5], {"request_id": ""}, "request_id", "1 to 256", id="empty id"),
+    pytest.param([5], {"request_id": 0}, "request_id", "str", id="zero for an id"),
     pytest.param([5], {"request_id": "x" * 257}, "request_id", "256", id="long id"),
     pytest.param([], {}, "prompt", "at least 1", id="empty prompt"),
     pytest.param([1000], {}, "prompt", "0 to 999", id="id behind the vocabulary"),
@@ -281,6 +290,31 @@ async def test_leaving_a_stream_early_frees_what_it_held(engine: Engine) -> None
             break
 
     assert await all_is_free(engine)
+
+
+async def test_a_request_that_is_cancelled_before_it_is_sent_waits_for_no_end(
+    engine: Engine, runner: GatedRunner
+) -> None:
+    began = trio.current_time()
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        async with engine.submit([5], request_id="mine"):
+            raise AssertionError("it was never sent")
+
+    assert trio.current_time() - began < 1.0
+    assert runner.steps == 0
+    async with engine.submit([5], max_tokens=1, request_id="mine") as stream:
+        assert (await stream.completion()).token_ids == [6]
+
+
+async def test_a_stream_is_for_one_request(engine: Engine) -> None:
+    stream = engine.submit([5], max_tokens=1)
+    async with stream:
+        with pytest.raises(RequestError, match="entered before"):
+            await stream.__aenter__()
+        assert (await stream.completion()).token_ids == [6]
+    with pytest.raises(RequestError, match="entered before"):
+        await stream.__aenter__()
 
 
 async def test_an_error_inside_a_stream_comes_out_and_frees_what_it_held(engine: Engine) -> None:

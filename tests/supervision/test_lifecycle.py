@@ -1,6 +1,7 @@
 """The control state machine: every verb in every state."""
 
 import itertools
+import math
 
 import pytest
 
@@ -264,6 +265,23 @@ def test_a_pause_is_relayed_with_its_mode(mode: PauseMode) -> None:
     verb = Pause(mode=mode, drain_s=7.0)
 
     assert tree_in(State.RUNNING).plan(verb).relay == (verb,)
+
+
+@pytest.mark.parametrize("drain_s", [math.nan, -1.0, -math.inf])
+@pytest.mark.parametrize("kind", [Pause, Stop])
+@pytest.mark.parametrize("state", [State.RUNNING, State.PAUSED])
+def test_a_time_to_drain_that_is_none_is_refused_with_what_is_allowed(
+    state: State, kind: type[Pause | Stop], drain_s: float
+) -> None:
+    plan = tree_in(state).plan(kind(drain_s=drain_s))
+
+    assert plan == Plan(refused=f"drain_s is {drain_s}, and must be 0 or more seconds")
+
+
+@pytest.mark.parametrize("drain_s", [0.0, 1e300, math.inf])
+def test_requests_may_be_given_any_time_to_drain(drain_s: float) -> None:
+    for verb in (Pause(mode=PauseMode.DRAIN, drain_s=drain_s), Stop(drain_s=drain_s)):
+        assert tree_in(State.RUNNING).plan(verb).relay == (verb,)
 
 
 # What a part should be, however often it is restarted.
