@@ -14,12 +14,10 @@ Both speak the same messages to the same actors; only the transport differs.
 import contextlib
 import itertools
 import secrets
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-import msgspec
 import trio
 
 from callboard.actors.coordinator import FromClient, ToClient
@@ -27,7 +25,7 @@ from callboard.actors.session import HANDSHAKE_TIMEOUT_S, Connection, Joined, Le
 from callboard.actors.system import ActorSystem, open_system
 from callboard.actors.transport import MemoryNetwork, Network, ZmqNetwork
 from callboard.actors.zmq_socket import open_zmq_context
-from callboard.messages.base import Call, unpack_floats, unpack_ids
+from callboard.messages.base import Call
 from callboard.messages.control import (
     AbortReply,
     AbortRequests,
@@ -54,168 +52,30 @@ from callboard.messages.errors import (
     Failure,
     RequestError,
     Unreachable,
+    WireError,
 )
 from callboard.messages.membership import Role, Welcome
 from callboard.messages.requests import (
     Abort,
     Accepted,
     Delta,
-    FinishReason,
     Refused,
     Submit,
     TokensOut,
 )
 from callboard.messages.sampling import SamplingParams
 from callboard.supervision.app import ReplicaParts, replica, root
+from callboard.supervision.record import Completion
 from callboard.supervision.root import Address, FromOperator, ToOperator, reachable
 from callboard.supervision.settings import Settings, load_settings
+from callboard.supervision.stream import RequestStream
 from callboard.supervision.submission import PromptLike, as_params, as_prompt, checked
 
 R = TypeVar("R")
 
 CONTROL_TIMEOUT_S = 60.0
-ABORT_TIMEOUT_S = 10.0
 RECONNECT_TIMEOUT_S = 60.0
 STATUS_INTERVAL_S = 0.1
-
-
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished request, whole. `logprobs` has one value a token when they were asked for."""
-
-    id: str
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: FinishReason
-    logprobs: list[float] | None = None
-    top_logprobs: list[list[tuple[int, float]]] | None = None
-    seed: int = 0
-
-
-class RequestStream:
-    """The deltas of one request as they come; `async for` ends after the one with a finish reason.
-
-    Leaving the `async with` block early aborts the request.
-    """
-
-    def __init__(self, engine: "Engine", submit: Submit) -> None:
-        self.request_id = submit.request_id
-        self.prompt_token_ids: list[int] = []
-        self.seed = 0
-        self.finish_reason: FinishReason | None = None
-        self._engine = engine
-        self._submit = submit
-        self._delivered = bytearray()
-        self._deltas: deque[Delta] = deque()
-        self._news = trio.Event()
-        self._accepted = trio.Event()
-        self._ended = trio.Event()
-        self._failure: Failure | None = None
-        self.told = False  # whether a new server should hear of it from the connection
-
-    async def __aenter__(self) -> "RequestStream":
-        """Submit, and wait until the request is accepted. Raises what it is refused for."""
-        self._engine._register(self)
-        try:
-            await self._engine._open(self, self._submit)
-            await self._accepted.wait()
-        except BaseException:
-            await self._abandon()
-            raise
-        if self._failure is not None:
-            raise self._failure.error()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._abandon()
-
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return self
-
-    async def __anext__(self) -> Delta:
-        """Return the next delta. Raises RequestFailed when the engine could not go on."""
-        while not self._deltas:
-            if self._ended.is_set():
-                if self._failure is not None:
-                    raise self._failure.error()
-                raise StopAsyncIteration
-            self._news = trio.Event()
-            await self._news.wait()
-        return self._deltas.popleft()
-
-    async def completion(self) -> Completion:
-        """Read to the end and return everything."""
-        token_ids: list[int] = []
-        text: list[str] = []
-        logprobs: list[float] = []
-        top: list[list[tuple[int, float]]] = []
-        async for delta in self:
-            token_ids += unpack_ids(delta.token_ids)
-            text.append(delta.text)
-            logprobs += unpack_floats(delta.logprobs)
-            top += [list(alternatives) for alternatives in delta.top_logprobs]
-        assert self.finish_reason is not None
-        wanted = self._submit.params.logprobs
-        return Completion(
-            id=self.request_id,
-            prompt_token_ids=self.prompt_token_ids,
-            token_ids=token_ids,
-            text="".join(text),
-            finish_reason=self.finish_reason,
-            logprobs=None if wanted is None else logprobs,
-            top_logprobs=top if wanted else None,
-            seed=self.seed,
-        )
-
-    # What the engine's reading task calls.
-
-    def take_accepted(self, accepted: Accepted) -> None:
-        """Note the acceptance."""
-        self.prompt_token_ids = unpack_ids(accepted.prompt_token_ids)
-        self.seed = accepted.seed
-        params = msgspec.structs.replace(self._submit.params, seed=accepted.seed)
-        self._submit = msgspec.structs.replace(self._submit, params=params)
-        self._accepted.set()
-
-    def take_refused(self, failure: Failure) -> None:
-        """End without having begun."""
-        self._failure = failure
-        self._accepted.set()
-        self._end()
-
-    def take(self, delta: Delta) -> None:
-        """Queue a delta; one that repeats what is here already is dropped."""
-        if self._ended.is_set() or delta.start < len(self._delivered) // 4:
-            return
-        self._delivered += delta.token_ids
-        self._deltas.append(delta)
-        if delta.finish is not None:
-            self.finish_reason = delta.finish
-            self._failure = delta.failure if delta.finish is FinishReason.ERROR else None
-            self._accepted.set()
-            self._end()
-        self._news.set()
-
-    def again(self) -> Submit:
-        """Return the request as a server that knows nothing of it should get it."""
-        return msgspec.structs.replace(self._submit, delivered=bytes(self._delivered))
-
-    def _end(self) -> None:
-        self._engine._forget(self)
-        self._ended.set()
-        self._news.set()
-
-    async def _abandon(self) -> None:
-        """Abort if the request has not ended, and wait until what it holds is free."""
-        if self._ended.is_set():
-            return
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + ABORT_TIMEOUT_S):
-            try:
-                await self._engine._send(Abort(request_id=self.request_id))
-                await self._ended.wait()
-            except CallboardError:
-                pass  # there is nobody left to hold anything for it
-        self._engine._forget(self)
 
 
 class Engine:
@@ -400,8 +260,11 @@ class Engine:
             )
         self._streams[stream.request_id] = stream
 
+    def _knows(self, stream: RequestStream) -> bool:
+        return self._streams.get(stream.request_id) is stream
+
     def _forget(self, stream: RequestStream) -> None:
-        if self._streams.get(stream.request_id) is stream:
+        if self._knows(stream):
             del self._streams[stream.request_id]
 
     def _end_streams(self, failure: Failure) -> None:
@@ -473,8 +336,7 @@ class Engine:
         match event:
             case Said(message=TokensOut(deltas=deltas)):
                 for delta in deltas:
-                    if (stream := self._streams.get(delta.request_id)) is not None:
-                        stream.take(delta)
+                    self._take(delta)
             case Said(message=Accepted() as accepted):
                 if (stream := self._streams.get(accepted.request_id)) is not None:
                     stream.take_accepted(accepted)
@@ -487,6 +349,17 @@ class Engine:
                 self._give_up(reason)
             case Left(reason=reason):
                 self._nursery.start_soon(self._give_up_later, reason, self._sessions)
+
+    def _take(self, delta: Delta) -> None:
+        stream = self._streams.get(delta.request_id)
+        if stream is None:
+            return
+        try:
+            stream.take(delta)
+        except WireError:
+            # It has ended here over nonsense, and holds something there.
+            with contextlib.suppress(Unreachable):
+                self._connection.send_nowait(Abort(request_id=delta.request_id))
 
     def _meet(self, welcome: Welcome) -> None:
         """A server that knows nothing of us: tell it what is open, and go on behind it."""

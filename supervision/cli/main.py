@@ -37,8 +37,9 @@ from callboard.messages.errors import (
 from callboard.messages.requests import ChatMessage, Delta
 from callboard.messages.sampling import SamplingParams
 from callboard.supervision.cli import render
-from callboard.supervision.engine import Completion, Engine, connect, open_engine
+from callboard.supervision.engine import Engine, connect, open_engine
 from callboard.supervision.logging import configure_logging
+from callboard.supervision.record import Completion
 from callboard.supervision.settings import DEFAULT_ENDPOINT, ENDPOINT, Settings, load_settings
 from callboard.supervision.submission import PromptLike
 from callboard.version import __version__

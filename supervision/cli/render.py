@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from callboard.messages.control import ControlReply, NodeStatus, StatusReply
-from callboard.supervision.engine import Completion
+from callboard.supervision.record import Completion
 
 GIB = 2**30
 MIB = 2**20
@@ -66,19 +66,8 @@ def status(answer: StatusReply) -> None:
 
 
 def completion(answer: Completion) -> dict[str, Any]:
-    """Return a completion as the object `generate --json` prints."""
-    shown: dict[str, Any] = {
-        "id": answer.id,
-        "prompt_token_ids": answer.prompt_token_ids,
-        "token_ids": answer.token_ids,
-        "text": answer.text,
-        "finish_reason": answer.finish_reason.value,
-    }
-    if answer.logprobs is not None:
-        shown["logprobs"] = answer.logprobs
-    if answer.top_logprobs is not None:
-        shown["top_logprobs"] = answer.top_logprobs
-    return shown
+    """Return a completion as the object `generate --json` prints: all of it that is known."""
+    return {name: value for name, value in _plain(answer).items() if value is not None}
 
 
 def _plain(value: Any) -> Any:

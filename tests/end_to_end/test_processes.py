@@ -22,7 +22,8 @@ from callboard.messages.codec import decode_body, decode_frame
 from callboard.messages.control import ControlReply, ReplicaStatus, State, StatusReply
 from callboard.messages.membership import FrameRefused
 from callboard.messages.requests import FinishReason
-from callboard.supervision.engine import Engine, RequestStream, connect
+from callboard.supervision.engine import Engine, connect
+from callboard.supervision.stream import RequestStream
 
 CALLBOARD = [sys.executable, "-m", "callboard"]
 START_S = 60.0

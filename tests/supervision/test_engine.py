@@ -23,7 +23,7 @@ from callboard.messages.errors import (
     StartFailed,
     Unreachable,
 )
-from callboard.messages.requests import ChatMessage, FinishReason, TextPrompt, TokenPrompt
+from callboard.messages.requests import ChatMessage, Delta, FinishReason, TextPrompt, TokenPrompt
 from callboard.messages.sampling import SamplingParams
 from callboard.messages.steps import RunStep, StepDone
 from callboard.supervision.app import ReplicaParts
@@ -112,6 +112,13 @@ async def all_is_free(engine: Engine) -> bool:
     )
 
 
+async def eventually_free(engine: Engine) -> bool:
+    """Wait until no request holds anything; the test's time is the limit."""
+    while not await all_is_free(engine):
+        await trio.lowlevel.checkpoint()
+    return True
+
+
 # Requests
 
 
@@ -142,6 +149,48 @@ async def test_a_stream_knows_its_prompt_and_seed_once_it_is_accepted(engine: En
     async with engine.submit([5], max_tokens=1, seed=77) as stream:
         assert stream.prompt_token_ids == [5]
         assert stream.seed == 77
+
+
+async def test_a_stream_shows_what_is_known_before_it_is_read(engine: Engine) -> None:
+    async with engine.submit([5], max_tokens=3) as stream:
+        await stream.wait_ended()
+
+        assert stream.record.token_ids == [6, 7, 8]
+        assert [unpack_ids(delta.token_ids) async for delta in stream] == [[6], [7], [8]]
+
+
+async def test_a_completion_is_whole_also_where_some_of_it_had_been_read(engine: Engine) -> None:
+    async with engine.submit([5], max_tokens=3) as stream:
+        await anext(stream)
+
+        answer = await stream.completion()
+
+    assert answer.token_ids == [6, 7, 8]
+
+
+async def test_a_completion_says_what_it_took(engine: Engine) -> None:
+    [answer] = await engine.generate([[5, 6]], max_tokens=3)
+
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.output_tokens) == (2, 3)
+    assert answer.time_to_first_token_s is not None
+    assert answer.time_per_output_token_s is not None
+    to_last = answer.time_to_first_token_s + 2 * answer.time_per_output_token_s
+    assert 0 < answer.time_to_first_token_s < to_last <= answer.latency_s < 20
+
+
+async def test_a_server_that_talks_nonsense_fails_the_request_and_is_told_to_free_it(
+    engine: Engine,
+) -> None:
+    await engine.pause()
+    async with engine.submit([5], max_tokens=3, request_id="mine") as stream:
+        engine._take(Delta(request_id="mine", start=7, token_ids=b"\x05\0\0\0"))
+
+        with pytest.raises(RequestFailed, match="tokens 7 to 8 does not go on from 0"):
+            await stream.completion()
+    await engine.unpause()
+
+    assert await eventually_free(engine)
 
 
 async def test_options_go_on_top_of_parameters(engine: Engine) -> None:

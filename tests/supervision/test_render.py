@@ -14,9 +14,9 @@ from callboard.messages.control import (
     State,
     StatusReply,
 )
-from callboard.messages.requests import FinishReason
+from callboard.messages.requests import EventKind, FinishReason, RequestEvent, Usage
 from callboard.supervision.cli import render
-from callboard.supervision.engine import Completion
+from callboard.supervision.record import Completion
 
 ACK = ChildAck(name="replica-0/scheduler", state=State.PAUSED, requests=2)
 PAUSED = ControlReply(verb="pause", state=State.PAUSED, seconds=0.0123, requests=2, children=(ACK,))
@@ -134,25 +134,34 @@ def test_sizes_are_in_units_for_people(num_bytes: int, text: str) -> None:
     assert render.size(num_bytes) == text
 
 
-def test_a_completion_shows_log_probabilities_only_when_they_were_asked_for() -> None:
+def test_a_completion_shows_what_is_known_and_was_asked_for() -> None:
     plain = Completion(
         id="a",
         prompt_token_ids=[1],
         token_ids=[2],
         text="x",
         finish_reason=FinishReason.LENGTH,
+        usage=Usage(prompt_tokens=1, cached_tokens=0, output_tokens=1),
+        events=[RequestEvent(kind=EventKind.QUEUED, at=5.5)],
+        latency_s=0.5,
     )
     asked = msgspec.structs.replace(plain, logprobs=[-0.5], top_logprobs=[[(2, -0.5)]])
 
     assert render.completion(plain) == {
         "id": "a",
+        "choice": 0,
         "prompt_token_ids": [1],
         "token_ids": [2],
         "text": "x",
         "finish_reason": "length",
+        "seed": 0,
+        "usage": {"prompt_tokens": 1, "cached_tokens": 0, "output_tokens": 1},
+        "events": [{"kind": "queued", "at": 5.5}],
+        "weights_version": 0,
+        "latency_s": 0.5,
     }
     assert render.completion(asked)["logprobs"] == [-0.5]
-    assert render.completion(asked)["top_logprobs"] == [[(2, -0.5)]]
+    assert render.completion(asked)["top_logprobs"] == [[[2, -0.5]]]
 
 
 def test_a_complaint_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:

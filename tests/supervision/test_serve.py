@@ -22,9 +22,10 @@ from callboard.messages.errors import (
     Unreachable,
 )
 from callboard.messages.requests import FinishReason
-from callboard.supervision.engine import Engine, RequestStream, connect
+from callboard.supervision.engine import Engine, connect
 from callboard.supervision.serve import serve
 from callboard.supervision.settings import Settings
+from callboard.supervision.stream import RequestStream
 
 pytestmark = pytest.mark.usefixtures("scripted_replicas")
 
