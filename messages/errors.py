@@ -10,6 +10,7 @@ CallboardError
 │   ├── DeadlineExceeded   it may still have acted                                   (decide)
 │   └── Unreachable        nobody answers at that endpoint                           (start it)
 ├── RequestError           this request alone is wrong: a field and what is allowed  (client fixes)
+├── UnknownRequest         no such request is open; a KeyError, too                  (client fixes)
 ├── RequestFailed          the engine could not finish it                            (operator)
 ├── ControlRefused         the verb is illegal in this state                         (operator)
 ├── OutOfBlocks            no cache space; the scheduler makes a request wait        (scheduler)
@@ -67,6 +68,13 @@ class RequestError(CallboardError):
         super().__init__(message)
         self.field = field
         self.allowed = allowed
+
+
+class UnknownRequest(CallboardError, KeyError):
+    """No request of that id is open."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # a KeyError's is the repr of the message
 
 
 class RequestFailed(CallboardError):

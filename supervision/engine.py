@@ -16,7 +16,7 @@ import itertools
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import trio
 
@@ -51,6 +51,7 @@ from callboard.messages.errors import (
     DeadlineExceeded,
     Failure,
     RequestError,
+    UnknownRequest,
     Unreachable,
     WireError,
 )
@@ -68,14 +69,23 @@ from callboard.supervision.app import ReplicaParts, replica, root
 from callboard.supervision.record import Completion
 from callboard.supervision.root import Address, FromOperator, ToOperator, reachable
 from callboard.supervision.settings import Settings, load_settings
-from callboard.supervision.stream import RequestStream
-from callboard.supervision.submission import PromptLike, as_params, as_prompt, checked
+from callboard.supervision.stream import ChoicesStream, RequestStream
+from callboard.supervision.submission import (
+    PromptLike,
+    as_params,
+    as_prompt,
+    check_n,
+    checked,
+    choices_of,
+)
 
 R = TypeVar("R")
 
 CONTROL_TIMEOUT_S = 60.0
 RECONNECT_TIMEOUT_S = 60.0
 STATUS_INTERVAL_S = 0.1
+
+_WITHOUT_MEMORY = (State.SUSPENDING, State.SUSPENDED, State.RESUMING)
 
 
 class Engine:
@@ -120,43 +130,113 @@ class Engine:
 
         Raises RequestError for an option that does not exist or has the wrong type.
         """
-        submit = Submit(
-            request_id=request_id or f"{self._prefix}-{next(self._ids)}",
-            prompt=as_prompt(prompt),
-            params=as_params(params, options),
+        request = self._request(
+            prompt,
+            params,
+            request_id=request_id,
             priority=priority,
             timeout_s=timeout_s,
+            **options,
         )
-        return RequestStream(self, checked(submit))
+        return RequestStream(self, request)
+
+    def submit_choices(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        n: int,
+        **options: Any,
+    ) -> ChoicesStream:
+        """Return the stream of `n` choices for one prompt, for `async with`; else as `submit`.
+
+        Each is a request of its own (ID, ID#1, ID#2, …) that finds their prompt in the prefix
+        cache. With a seed, choice i has seed + i, and is what a request with that seed gives.
+        """
+        return ChoicesStream(self, choices_of(self._request(prompt, params, **options), n))
+
+    @overload
+    async def generate(
+        self,
+        prompts: Sequence[PromptLike],
+        params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        return_errors: Literal[False] = False,
+        **options: Any,
+    ) -> list[Completion]: ...
+
+    @overload
+    async def generate(
+        self,
+        prompts: Sequence[PromptLike],
+        params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        return_errors: bool,
+        **options: Any,
+    ) -> list[Completion | CallboardError]: ...
 
     async def generate(
         self,
         prompts: Sequence[PromptLike],
         params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        return_errors: bool = False,
         **options: Any,
-    ) -> list[Completion]:
+    ) -> list[Completion] | list[Completion | CallboardError]:
         """Run several prompts at once and return their completions in order.
 
-        Raises the first error; the other requests are aborted then.
+        With `n` there are so many of each prompt, one behind the other; see `submit_choices`.
+        Raises the first error, and the other requests are aborted then. With `return_errors` the
+        errors of requests come in the places of their completions, and the others go on.
         """
-        streams = [self.submit(prompt, params, **options) for prompt in prompts]
-        completions: dict[int, Completion] = {}
-        errors: list[CallboardError] = []
-
-        async def run(index: int, stream: RequestStream) -> None:
+        check_n(n)
+        asked: list[RequestStream | CallboardError] = []
+        for prompt in prompts:
             try:
-                async with stream:
-                    completions[index] = await stream.completion()
-            except CallboardError as error:
-                errors.append(error)
-                nursery.cancel_scope.cancel("another request failed")
+                choices = choices_of(self._request(prompt, params, **options), n)
+            except RequestError as error:
+                if not return_errors:
+                    raise
+                asked += [error] * n
+            else:
+                asked += [RequestStream(self, one, choice) for choice, one in enumerate(choices)]
+        return await _run_all(asked, return_errors=return_errors)
 
-        async with trio.open_nursery() as nursery:
-            for index, stream in enumerate(streams):
-                nursery.start_soon(run, index, stream)
-        if errors:
-            raise errors[0]
-        return [completions[index] for index in range(len(streams))]
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        **options: Any,
+    ) -> RequestStream:
+        """Submit a request that is to run whether or not somebody reads it; options as of `submit`.
+
+        It has been accepted when this returns; raises what it is refused for. What is not read is
+        kept, and bounded by the request's max_tokens. It ends as any other, or by `aclose`.
+        """
+        return await self.submit(prompt, params, request_id=request_id, **options).__aenter__()
+
+    def get_request(self, request_id: str) -> RequestStream:
+        """Return the open request of that id. Raises UnknownRequest when there is none.
+
+        One that has ended is forgotten here; whoever keeps its stream has it still.
+        """
+        try:
+            return self._streams[request_id]
+        except KeyError:
+            raise UnknownRequest(f"no request {request_id!r} is open here") from None
+
+    @property
+    def num_open(self) -> int:
+        """How many requests of this client have not ended."""
+        return len(self._streams)
+
+    def has_unfinished_requests(self) -> bool:
+        """Return whether a request of this client has not ended."""
+        return bool(self._streams)
 
     async def abort(self, request_id: str = "", *, all: bool = False) -> AbortReply:
         """Abort every client's request of that id, or all there are."""
@@ -201,6 +281,29 @@ class Engine:
         """Give open requests `drain_s` seconds, end the rest, and end the engine."""
         return await self.control(Stop(drain_s=drain_s), timeout + drain_s)
 
+    async def reset(self, *, timeout: float = CONTROL_TIMEOUT_S) -> int:
+        """End every open request and forget the prefix cache; returns how many requests there were.
+
+        All requests of all clients are aborted; ours have their terminal delta when this returns.
+        Then the KV cache is freed and allocated anew, empty, and the tree is running or paused as
+        before. What is submitted meanwhile is kept. Raises ControlRefused while suspended.
+        """
+        deadline = trio.current_time() + timeout
+        state = (await self.status(timeout=timeout)).state
+        if state not in (State.RUNNING, State.PAUSED):
+            resume = ": resume first" if state in _WITHOUT_MEMORY else ""
+            raise ControlRefused(f"reset: the tree is {state}{resume}")
+        streams = list(self._streams.values())
+        aborted = await self._ask(AbortRequests(all=True), deadline - trio.current_time())
+        with trio.move_on_at(deadline):
+            for stream in streams:
+                await stream.wait_ended()
+        if not all(stream.has_ended for stream in streams):
+            raise DeadlineExceeded(f"reset: some requests have not ended in {timeout:g} s")
+        for verb in (Suspend(kv=KVLevel.DROP), Resume()):
+            await self.control(verb, deadline - trio.current_time())
+        return aborted.aborted
+
     async def status(self, *, timeout: float = CONTROL_TIMEOUT_S) -> StatusReply:
         """Return the state of the whole and the tree."""
         return await self._ask(GetStatus(), timeout)
@@ -229,6 +332,25 @@ class Engine:
                 seen = status.state
                 await trio.sleep(STATUS_INTERVAL_S)
         raise DeadlineExceeded(f"not {state} within {timeout:.3g} s, but {seen}")
+
+    def _request(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        **options: Any,
+    ) -> Submit:
+        submit = Submit(
+            request_id=f"{self._prefix}-{next(self._ids)}" if request_id is None else request_id,
+            prompt=as_prompt(prompt),
+            params=as_params(params, options),
+            priority=priority,
+            timeout_s=timeout_s,
+        )
+        return checked(submit)
 
     # The connection.
 
@@ -454,6 +576,32 @@ async def connect(endpoint: str, *, timeout: float = HANDSHAKE_TIMEOUT_S) -> Asy
         finally:
             engine._close()
             nursery.cancel_scope.cancel("the connection was closed")
+
+
+async def _run_all(
+    asked: Sequence[RequestStream | CallboardError], *, return_errors: bool
+) -> list[Any]:
+    """Run requests at once; returns in order what came of each, errors where they are wanted."""
+    ended: list[RequestStream | Completion | CallboardError] = list(asked)
+    failed: list[CallboardError] = []
+
+    async def run(place: int, stream: RequestStream) -> None:
+        try:
+            async with stream:
+                ended[place] = await stream.completion()
+        except CallboardError as error:
+            ended[place] = error
+            if not return_errors:
+                failed.append(error)
+                nursery.cancel_scope.cancel("another request failed")
+
+    async with trio.open_nursery() as nursery:
+        for place, stream in enumerate(asked):
+            if isinstance(stream, RequestStream):
+                nursery.start_soon(run, place, stream)
+    if failed:
+        raise failed[0]
+    return ended
 
 
 async def _ignore(event: Said | Joined | Left) -> None:

@@ -21,6 +21,7 @@ from callboard.messages.errors import (
     RequestError,
     RequestFailed,
     StartFailed,
+    UnknownRequest,
     Unreachable,
 )
 from callboard.messages.requests import ChatMessage, Delta, FinishReason, TextPrompt, TokenPrompt
@@ -388,6 +389,265 @@ async def test_a_request_that_keeps_killing_the_device_is_failed_by_name(
         answer = await other.completion()
 
     assert answer.token_ids == list(range(8, 18))
+
+
+# Choices
+
+
+@pytest.fixture
+def seeds() -> "SeedRunner":
+    return SeedRunner()
+
+
+class SeedRunner(ScriptedRunner):
+    """A runner whose every token is drawn with the request's seed."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=1024, max_rows=256, max_step_tokens=1024)
+        self.seeds: list[int] = []
+
+    def execute(self, step: RunStep) -> StepDone:
+        self.seeds += [admit.sampling.seed for admit in step.admits]
+        return super().execute(step)
+
+
+async def test_several_choices_of_each_prompt_come_in_order(seeds: "SeedRunner") -> None:
+    async with opened(seeds) as engine:
+        answers = await engine.generate([[5], [9]], n=3, seed=40, max_tokens=2)
+
+    assert [(one.choice, one.seed, one.token_ids) for one in answers] == [
+        (choice, 40 + choice, [first, first + 1]) for first in (6, 10) for choice in range(3)
+    ]
+    assert sorted(seeds.seeds) == [40, 40, 41, 41, 42, 42]
+
+
+async def test_choices_without_a_seed_get_one_each(engine: Engine) -> None:
+    answers = await engine.generate([[5]], n=4, max_tokens=1)
+
+    assert len({one.seed for one in answers}) == 4
+
+
+async def test_choices_stream_as_they_come_and_have_ids_of_their_own(engine: Engine) -> None:
+    tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    async with engine.submit_choices([5], n=3, request_id="mine", max_tokens=3) as choices:
+        async for choice, delta in choices:
+            tokens[choice] += unpack_ids(delta.token_ids)
+
+    assert tokens == {choice: [6, 7, 8] for choice in range(3)}
+    assert choices.request_ids == ["mine", "mine#1", "mine#2"]
+    assert [record.token_ids for record in choices.records] == [[6, 7, 8]] * 3
+
+
+async def test_the_completions_of_choices_are_whole_and_in_order(engine: Engine) -> None:
+    async with engine.submit_choices([5], n=3, max_tokens=3, seed=2**63 - 2) as choices:
+        await anext(choices)
+        answers = await choices.completions()
+
+    assert [one.choice for one in answers] == [0, 1, 2]
+    assert [one.seed for one in answers] == [2**63 - 2, 2**63 - 1, 0]
+    assert [one.token_ids for one in answers] == [[6, 7, 8]] * 3
+
+
+async def test_leaving_the_choices_early_aborts_them_all(engine: Engine) -> None:
+    async with engine.submit_choices([5], n=5, max_tokens=200) as choices:
+        async for _ in choices:
+            break
+
+    assert engine.num_open == 0
+    assert {record.finish_reason for record in choices.records} == {FinishReason.ABORT}
+    assert await all_is_free(engine)
+
+
+async def test_cancelling_whoever_opens_choices_aborts_them_all(
+    engine: Engine, runner: GatedRunner
+) -> None:
+    await engine.pause()
+    with trio.move_on_after(0.05) as scope:
+        async with engine.submit_choices([5], n=5, max_tokens=200) as choices:
+            await choices.completions()
+
+    assert scope.cancelled_caught
+    assert await all_is_free(engine)
+
+
+async def test_a_choice_that_fails_ends_the_choices(engine: Engine) -> None:
+    await engine.pause()
+    async with engine.submit_choices([5], n=3, request_id="mine", max_tokens=200) as choices:
+        engine._take(Delta(request_id="mine#1", start=9, token_ids=b"\x05\0\0\0"))
+        with pytest.raises(RequestFailed, match="does not go on"):
+            await choices.completions()
+
+    assert engine.num_open == 0
+    await engine.unpause()
+    assert await eventually_free(engine)
+
+
+async def test_choices_are_refused_together(engine: Engine) -> None:
+    await engine.pause()
+    async with engine.submit([7], request_id="mine#2", max_tokens=3) as other:
+        with pytest.raises(RequestError, match="mine#2 is in use"):
+            async with engine.submit_choices([5], n=4, request_id="mine", max_tokens=3):
+                pass
+        assert engine.num_open == 1
+        await engine.unpause()
+
+        assert (await other.completion()).token_ids == [8, 9, 10]
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+async def test_no_choice_of_a_wrong_seed_runs(engine: Engine, seed: int) -> None:
+    answers = await engine.generate([[5]], n=3, seed=seed, max_tokens=1, return_errors=True)
+
+    assert [getattr(answer, "field", None) for answer in answers] == ["seed"] * 3
+
+
+@pytest.mark.parametrize("n", [0, -1, 129, 512, 1.5, True, "two"])
+async def test_a_prompt_has_a_bounded_number_of_choices(engine: Engine, n: Any) -> None:
+    with pytest.raises(RequestError) as refused:
+        await engine.generate([[5]], n=n)
+    with pytest.raises(RequestError) as again:
+        engine.submit_choices([5], n=n)
+
+    assert (refused.value.field, refused.value.allowed) == ("n", "1 to 128")
+    assert again.value.field == "n"
+
+
+async def test_many_choices_of_one_prompt_all_come(seeds: "SeedRunner") -> None:
+    with trio.fail_after(20.0):
+        async with opened(seeds) as engine:
+            answers = await engine.generate([list(range(30))], n=128, seed=0, max_tokens=5)
+
+    assert [one.choice for one in answers] == list(range(128))
+    assert [one.seed for one in answers] == list(range(128))
+    assert {tuple(one.token_ids) for one in answers} == {(30, 31, 32, 33, 34)}
+
+
+# The facade
+
+
+async def test_a_bad_prompt_can_leave_the_others_alone(engine: Engine) -> None:
+    prompts: list[Any] = [[5], [1000], "text", None, [6]]
+
+    first, *bad, last = await engine.generate(prompts, n=2, max_tokens=2, return_errors=True)
+
+    assert isinstance(last, callboard.Completion)
+    assert isinstance(first, callboard.Completion)
+    assert (first.token_ids, last.token_ids) == ([6, 7], [7, 8])
+    assert isinstance(bad[0], callboard.Completion)
+    assert isinstance(bad[-1], callboard.Completion)
+    assert [getattr(error, "field", None) for error in bad[1:-1]] == ["prompt"] * 6
+
+
+async def test_an_added_request_runs_without_a_reader(engine: Engine) -> None:
+    request = await engine.add_request("mine", [5], max_tokens=200)
+
+    await request.wait_ended()
+
+    assert request.record.token_ids == list(range(6, 206))
+    assert (await request.completion()).id == "mine"
+
+
+async def test_an_added_request_has_been_accepted_or_refused_on_return(engine: Engine) -> None:
+    await engine.pause()
+
+    request = await engine.add_request("mine", [5], SamplingParams(max_tokens=3), seed=77)
+    for prompt, request_id in (([1000], "other"), ([5], "mine"), ([5], "")):
+        with pytest.raises(RequestError):
+            await engine.add_request(request_id, prompt)
+
+    assert (request.prompt_token_ids, request.seed) == ([5], 77)
+    assert engine.num_open == 1
+
+
+async def test_an_added_request_can_be_closed(engine: Engine) -> None:
+    await engine.pause()
+    request = await engine.add_request("mine", [5], max_tokens=3)
+
+    await request.aclose()
+    await request.aclose()
+
+    assert request.finish_reason is FinishReason.ABORT
+    assert await all_is_free(engine)
+
+
+async def test_an_open_request_is_found_by_its_id(engine: Engine) -> None:
+    await engine.pause()
+    request = await engine.add_request("mine", [5], max_tokens=3)
+
+    assert engine.get_request("mine") is request
+    assert (engine.num_open, engine.has_unfinished_requests()) == (1, True)
+
+
+async def test_a_request_that_is_not_open_is_a_key_error_that_says_so(engine: Engine) -> None:
+    request = await engine.add_request("mine", [5], max_tokens=3)
+    await request.wait_ended()
+
+    with pytest.raises(UnknownRequest, match="no request 'mine' is open here") as unknown:
+        engine.get_request("mine")
+
+    assert isinstance(unknown.value, KeyError)
+    assert str(unknown.value).startswith("no request")
+    assert (engine.num_open, engine.has_unfinished_requests()) == (0, False)
+
+
+async def cached_blocks(engine: Engine) -> Any:
+    """Return how many blocks hold prefixes that others may find."""
+    tree = (await engine.status()).tree
+    nodes = [tree]
+    for node in nodes:
+        nodes += node.children
+    [allocator] = [node for node in nodes if node.name.endswith("kv_allocator")]
+    return allocator.details["blocks_cached"]
+
+
+async def test_a_reset_ends_every_request_and_forgets_what_is_cached(engine: Engine) -> None:
+    await engine.generate([list(range(40))], max_tokens=2)
+    assert await cached_blocks(engine) > 0
+    requests = [await engine.add_request(f"{n}", [n], max_tokens=250) for n in range(30)]
+
+    ended = await engine.reset()
+
+    assert ended == 30
+    assert {request.finish_reason for request in requests} == {FinishReason.ABORT}
+    assert await cached_blocks(engine) == 0
+    assert await all_is_free(engine)
+    assert (await engine.status()).state is State.RUNNING
+    assert (await engine.generate([[5]], max_tokens=2))[0].token_ids == [6, 7]
+
+
+async def test_a_paused_engine_is_paused_after_a_reset(engine: Engine) -> None:
+    await engine.pause()
+    request = await engine.add_request("mine", [5], max_tokens=250)
+
+    ended = await engine.reset()
+
+    assert (ended, request.finish_reason) == (1, FinishReason.ABORT)
+    assert (await engine.status()).state is State.PAUSED
+    assert await all_is_free(engine)
+
+
+async def test_a_suspended_engine_is_not_reset(engine: Engine) -> None:
+    await engine.suspend()
+    request = await engine.add_request("mine", [5], max_tokens=3)
+
+    with pytest.raises(ControlRefused, match="reset: the tree is suspended: resume first"):
+        await engine.reset()
+    await engine.resume()
+
+    assert (await request.completion()).token_ids == [6, 7, 8]
+
+
+async def test_a_reset_whose_time_is_over_says_so(engine: Engine, runner: GatedRunner) -> None:
+    runner.gate.clear()
+    request = await engine.add_request("mine", [5], max_tokens=3)
+
+    with pytest.raises(DeadlineExceeded):
+        await engine.reset(timeout=0.3)
+    runner.gate.set()
+    await engine.resume()
+
+    assert request.finish_reason is FinishReason.ABORT
+    assert (await engine.status()).state is State.RUNNING
 
 
 # Control
