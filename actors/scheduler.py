@@ -2,13 +2,15 @@
 
 A step is one round: propose to the allocator, plan with what it grants, tell the executor, apply
 its result. At most one round is under way. PAUSE is acknowledged when none is, and then none is
-begun; everything else (new requests, aborts, deadlines) goes on meanwhile.
+begun but those that a STEP allows; everything else (new requests, aborts, deadlines) goes on
+meanwhile.
 """
 
 import enum
 import secrets
 from collections.abc import Callable
 
+import msgspec
 import trio
 
 from callboard.actors.actor import Actor
@@ -31,6 +33,7 @@ from callboard.messages.control import (
     PauseMode,
     Resume,
     State,
+    Step,
     Suspend,
     Unpause,
 )
@@ -111,6 +114,9 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         self._drains = 0
         self._timers: dict[RequestId, Timer] = {}
         self._pausing: list[tuple[Pause, Reply]] = []
+        self._stepping: tuple[Step, Reply, int] | None = None  # and the steps there were before
+        self._allowance = 0  # steps it may begin yet, until then:
+        self._step_until = 0.0
         self._arrivals = 0
         self._steps = 0
         self._free_blocks = 0
@@ -156,6 +162,7 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         else:
             self._paused = True
             self._draining = False
+        self._allowance = 0
         self.cell.state = State.PAUSING
         self._pausing.append((verb, self.defer()))
         await self._go_on()
@@ -165,10 +172,25 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         """Step again; a PAUSE that has not been reached is refused."""
         self._paused = self._draining = False
         self._policy.admitting = True
+        self._allowance = 0
         self._refuse_pauses()
         reply = self.ack(verb, requests=len(self._policy.ledger))
         await self._go_on()
         return reply
+
+    async def on_step(self, verb: Step) -> ControlReply | None:
+        """Run so many steps, or as many as there is work for; acknowledged when none is under way.
+
+        A PAUSE that comes meanwhile ends it early, and so does the deadline of who asked for it.
+        """
+        if not self._paused or self._pausing or self._stepping is not None:
+            return ControlReply(verb="step", state=self.cell.state, refused="pause first")
+        self._policy.admitting = True  # which a drain has ended
+        self._allowance, self._step_until = verb.count, self.cell.deadline
+        self._stepping = (verb, self.defer(), self._steps)
+        self.cell.state = State.PAUSING
+        await self._go_on()
+        return None
 
     async def on_suspend(self, verb: Suspend) -> ControlReply | None:
         """Take every row off the device if its memory goes; their outputs stay here."""
@@ -278,24 +300,36 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         await self._apply(self._policy.device_ready(device, in_flight=in_flight))
 
     async def _go_on(self) -> None:
-        """Begin a round if one is due, and say so if a pause has been reached."""
+        """Begin a round if one is due, and say so if a pause has been reached, or reached again."""
         if self._draining and self._policy.ledger.num_rows == 0:
             self._paused = True
         if self._round is not _Round.NONE:
             return
-        if self._paused:
-            while self._pausing:
-                verb, reply = self._pausing.pop()
-                reply.send(self.ack(verb, requests=len(self._policy.ledger)))
+        steps_on = self._allowance > 0 and trio.current_time() < self._step_until
+        if self._paused and not (steps_on and self._policy.has_work):
+            self._acknowledge_paused()
         elif self._policy.device is not None and self._policy.has_work:
             await self._propose()
 
+    def _acknowledge_paused(self) -> None:
+        num_open = len(self._policy.ledger)
+        if self._stepping is not None:
+            step, reply, before = self._stepping
+            self._stepping, self._allowance = None, 0
+            reply.send(self.ack(step, requests=num_open, steps=self._steps - before))
+        while self._pausing:
+            verb, reply = self._pausing.pop()
+            reply.send(self.ack(verb, requests=num_open))
+
     def _refuse_pauses(self) -> None:
+        refused = ControlReply(verb="pause", state=State.RUNNING, refused="unpaused meanwhile")
         while self._pausing:
             _, reply = self._pausing.pop()
-            reply.send(
-                ControlReply(verb="pause", state=State.RUNNING, refused="unpaused meanwhile")
-            )
+            reply.send(refused)
+        if self._stepping is not None:
+            _, reply, _ = self._stepping
+            self._stepping = None
+            reply.send(msgspec.structs.replace(refused, verb="step"))
 
     async def _propose(self) -> None:
         question = self._policy.propose()
@@ -311,6 +345,7 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         planned = self._policy.plan(granted)
         await self._release(planned.unused, dropped=False)
         if planned.step is not None:
+            self._allowance = max(0, self._allowance - 1)
             self._round = _Round.STEP
             await self._executor.tell(planned.step)
             return

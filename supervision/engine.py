@@ -37,6 +37,7 @@ from callboard.messages.control import (
     Resume,
     State,
     StatusReply,
+    Step,
     Stop,
     Suspend,
     Unpause,
@@ -280,6 +281,15 @@ class Engine:
     ) -> ControlReply:
         """Give open requests `drain_s` seconds, end the rest, and end the engine."""
         return await self.control(Stop(drain_s=drain_s), timeout + drain_s)
+
+    async def step(self, count: int = 1, *, timeout: float = CONTROL_TIMEOUT_S) -> ControlReply:
+        """Run so many forward passes in a paused engine; it is paused again on return.
+
+        The reply has the number of `steps` that were run, fewer where there was nothing left to
+        run, and of `requests` still open. What they produced comes on the requests' streams. Raises
+        ControlRefused when the engine is not paused, or is suspended.
+        """
+        return await self.control(Step(count=count), timeout)
 
     async def reset(self, *, timeout: float = CONTROL_TIMEOUT_S) -> int:
         """End every open request and forget the prefix cache; returns how many requests there were.

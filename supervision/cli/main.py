@@ -22,6 +22,7 @@ from callboard.messages.control import (
     Resume,
     State,
     StatusReply,
+    Step,
     Stop,
     Suspend,
     Unpause,
@@ -250,6 +251,17 @@ def unpause(
 ) -> int:
     """Go on after `pause`."""
     return _control(endpoint, Unpause(), timeout, as_json)
+
+
+@app.command()
+def step(
+    count: Annotated[int, typer.Argument(metavar="[N]", min=1, help="Forward passes.")] = 1,
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    timeout: Timeout = 60.0,
+    as_json: AsJson = False,
+) -> int:
+    """Run N forward passes in each replica of a paused server, one by default."""
+    return _control(endpoint, Step(count=count), timeout, as_json)
 
 
 @app.command()

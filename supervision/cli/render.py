@@ -55,7 +55,9 @@ def reply(answer: ControlReply) -> None:
         return
     freed = f", {size(answer.bytes_freed)} freed" if answer.bytes_freed else ""
     requests = f", {answer.requests} requests kept" if answer.requests else ""
-    line(f"{answer.verb}: now {answer.state} ({answer.seconds * 1000:.0f} ms{freed}{requests})")
+    steps = f", {answer.steps} steps" if answer.verb == "step" else ""
+    time = f"{answer.seconds * 1000:.0f} ms"
+    line(f"{answer.verb}: now {answer.state} ({time}{freed}{steps}{requests})")
 
 
 def status(answer: StatusReply) -> None:

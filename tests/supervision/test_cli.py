@@ -35,6 +35,7 @@ COMMANDS = [
     "generate",
     "pause",
     "unpause",
+    "step",
     "suspend",
     "resume",
     "stop",
@@ -238,6 +239,8 @@ def test_version_is_printed(run: Any) -> None:
         (["pause", "--mode", "nicely"], "keep"),
         (["pause", "--timeout", "soon"], "--timeout"),
         (["pause", "--timeout", "-1"], "--timeout"),
+        (["step", "0"], "N"),
+        (["step", "often"], "N"),
         (["suspend", "--kv", "some"], "drop"),
         (["status", "--wait", "happy"], "running"),
         (["status", "--connect", "localhost:7500"], "tcp://HOST:PORT"),
@@ -334,6 +337,24 @@ def test_a_verb_can_say_it_as_json(
 
 def test_a_verb_can_be_repeated(run: Any, server: Server) -> None:
     assert [run("pause").code for _ in range(3)] == [0, 0, 0]
+
+
+def test_step_says_how_many_were_run(run: Any, server: Server) -> None:
+    run("pause")
+    with held_request(server.endpoint):
+        plain, as_json = run("step"), run("step", "7", "--json")
+
+    assert plain.code == 0
+    assert plain.out.startswith("step: now paused (")
+    assert plain.out.endswith("ms, 1 steps, 1 requests kept)\n")
+    assert (as_json.json["steps"], as_json.json["requests"]) == (1, 0)
+
+
+def test_what_runs_is_not_stepped(run: Any, server: Server) -> None:
+    result = run("step")
+
+    assert (result.code, result.out) == (1, "")
+    assert result.err == "callboard: step refused: the tree is running: pause first\n"
 
 
 def test_suspend_says_how_much_was_freed(run: Any, server: Server) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 import callboard
 from callboard.actors.testing import ScriptedRunner
@@ -42,11 +43,15 @@ class GatedRunner(ScriptedRunner):
         self.gate = threading.Event()
         self.gate.set()
         self.poison: int | None = None
+        self.fails_once = False
 
     def execute(self, step: RunStep) -> StepDone:
         assert self.gate.wait(10.0), "the test forgot to open the gate"
         if any(self.poison in unpack_ids(admit.prompt) for admit in step.admits):
             raise RuntimeError("the device is on fire")
+        if self.fails_once:
+            self.fails_once = False
+            raise RuntimeError("the device is out of order")
         return super().execute(step)
 
 
@@ -772,6 +777,158 @@ async def test_wait_for_returns_when_the_state_is_reached(engine: Engine) -> Non
 async def test_wait_for_says_what_it_saw_when_the_time_is_over(engine: Engine) -> None:
     with pytest.raises(DeadlineExceeded, match=r"not paused within 0\.2 s, but running"):
         await engine.wait_for(State.PAUSED, timeout=0.2)
+
+
+# Step by step
+
+
+async def test_a_step_runs_one_forward_pass_and_the_engine_is_paused_again(
+    engine: Engine, runner: GatedRunner
+) -> None:
+    await engine.pause()
+    request = await engine.add_request("mine", [5], max_tokens=3)
+
+    reply = await engine.step()
+
+    assert unpack_ids((await anext(request)).token_ids) == [6]
+    assert (reply.steps, reply.requests, reply.state) == (1, 1, State.PAUSED)
+    assert (runner.steps, (await engine.status()).state) == (1, State.PAUSED)
+
+
+async def test_an_engine_can_be_stepped_until_nothing_is_open(engine: Engine) -> None:
+    await engine.pause()
+    requests = [await engine.add_request(f"{n}", [n], max_tokens=n) for n in (1, 5, 3)]
+    steps = 0
+    while engine.has_unfinished_requests():
+        steps += (await engine.step()).steps
+
+    assert steps == 5
+    assert [request.record.num_tokens for request in requests] == [1, 5, 3]
+    assert await all_is_free(engine)
+
+
+async def test_as_many_steps_run_as_there_is_work_for(engine: Engine) -> None:
+    await engine.pause()
+    request = await engine.add_request("mine", [5], max_tokens=3)
+
+    replies = [await engine.step(100), await engine.step(100)]
+
+    await request.wait_ended()
+    assert [(reply.steps, reply.requests) for reply in replies] == [(3, 0), (0, 0)]
+
+
+async def test_stepping_and_running_make_the_same(engine: Engine) -> None:
+    await engine.pause()
+    request = await engine.add_request("mine", [5], max_tokens=100)
+    await engine.step(40)
+    await engine.unpause()
+
+    assert (await request.completion()).token_ids == list(range(6, 106))
+
+
+async def test_a_running_engine_is_not_stepped(engine: Engine) -> None:
+    with pytest.raises(ControlRefused, match="step: the tree is running: pause first"):
+        await engine.step()
+
+
+async def test_a_suspended_engine_is_not_stepped(engine: Engine) -> None:
+    await engine.pause()
+    await engine.suspend()
+
+    with pytest.raises(ControlRefused, match="step: the tree is suspended: resume first"):
+        await engine.step()
+
+    await engine.resume()
+    assert (await engine.step()).done
+
+
+@pytest.mark.parametrize("count", [0, -3])
+async def test_a_number_of_steps_is_one_or_more(engine: Engine, count: int) -> None:
+    await engine.pause()
+
+    with pytest.raises(ControlRefused, match=f"count is {count}, and must be 1 or more"):
+        await engine.step(count)
+
+
+async def test_verbs_that_come_during_a_step_are_answered_after_it(
+    engine: Engine, runner: GatedRunner
+) -> None:
+    await engine.pause()
+    request = await engine.add_request("mine", [5], max_tokens=5)
+    runner.gate.clear()
+    replies: dict[str, Any] = {}
+
+    async def send(name: str, verb: Any) -> None:
+        replies[name] = await verb()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(send, "step", lambda: engine.step(2))
+        await engine.wait_for(State.PAUSING, timeout=5.0)
+        for name, verb in (
+            ("pause", engine.pause),
+            ("unpause", engine.unpause),
+            ("status", engine.status),
+        ):
+            nursery.start_soon(send, name, verb)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+        assert list(replies) == ["status"]
+        runner.gate.set()
+
+    assert (replies["step"].steps, replies["step"].state) == (2, State.PAUSED)
+    assert replies["pause"].state is State.PAUSED
+    assert replies["unpause"].state is State.RUNNING
+    assert (await request.completion()).token_ids == [6, 7, 8, 9, 10]
+
+
+async def test_a_device_that_fails_in_a_step_is_back_and_paused_when_that_is_answered(
+    engine: Engine, runner: GatedRunner
+) -> None:
+    await engine.pause()
+    request = await engine.add_request("mine", [5], max_tokens=5)
+    await engine.step()
+    runner.fails_once = True
+
+    reply = await engine.step(1)
+
+    assert (reply.done, reply.steps, reply.requests) == (True, 0, 1)
+    assert reply.state is State.PAUSED
+    assert (await engine.step(2)).steps == 2
+    await engine.unpause()
+    assert (await request.completion()).token_ids == [6, 7, 8, 9, 10]
+
+
+async def test_who_does_not_step_in_time_is_named_and_pauses_after_what_is_under_way(
+    engine: Engine, runner: GatedRunner
+) -> None:
+    await engine.pause()
+    await engine.add_request("mine", [5], max_tokens=50)
+    runner.gate.clear()
+
+    with pytest.raises(DeadlineExceeded, match="replica-0/scheduler"):
+        await engine.step(30, timeout=0.3)
+    assert (await engine.status()).state is State.PAUSING
+    with pytest.raises(ControlRefused, match="the tree is pausing: pause first"):
+        await engine.step()
+    runner.gate.set()
+
+    assert (await engine.pause()).state is State.PAUSED
+    assert runner.steps == 1
+
+
+async def test_every_replica_steps() -> None:
+    made = ReplicaParts(
+        make_runner=GatedRunner, codec=None, text_for=None, vocab_size=1000, eos_token_ids=()
+    )
+
+    async with open_engine(parts=made, replicas=3) as engine:
+        await engine.pause()
+        for n in range(6):
+            await engine.add_request(f"{n}", [n], max_tokens=9)
+        reply = await engine.step(2)
+
+        steps = {child.name: child.steps for child in reply.children if child.steps}
+        assert steps == {f"replica-{n}/scheduler": 2 for n in range(3)}
+        assert (reply.steps, reply.requests) == (6, 6)
 
 
 # Stop
