@@ -2,6 +2,7 @@
 
 import enum
 import json
+import math
 import sys
 from typing import Any
 
@@ -84,6 +85,8 @@ def _plain(value: Any) -> Any:
             return [_plain(item) for item in value]
         case enum.Enum():
             return value.value
+        case float() if not math.isfinite(value):
+            return None  # JSON has no word for the log-probability of what cannot be
         case _:
             return value
 

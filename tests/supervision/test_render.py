@@ -126,6 +126,12 @@ def test_json_shows_what_is_inside_a_message_by_name_too(
     assert shown["replicas"][0]["restarts"] == 2
 
 
+def test_json_has_null_for_what_is_no_number_there(capsys: pytest.CaptureFixture[str]) -> None:
+    render.as_json({"logprobs": [-0.5, float("-inf"), float("nan")]})
+
+    assert json.loads(printed(capsys)) == {"logprobs": [-0.5, None, None]}
+
+
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [(0, "0.0 MiB"), (2**20, "1.0 MiB"), (2**30, "1.00 GiB"), (-(2**20), "-1.0 MiB")],
