@@ -58,7 +58,7 @@ class RequestStream:
         self.choice = choice
         self.record = RequestRecord(submit.params, sent_at=trio.current_time())
         self.failure: Failure | None = None
-        self.told = False  # whether a new server should hear of it from the connection
+        self.told = False  # whether it has been sent, so that a new server should hear of it
         self._engine = engine
         self._submit = submit
         self._arrivals = arrivals or _Arrivals()
@@ -118,6 +118,9 @@ class RequestStream:
     async def aclose(self) -> None:
         """Abort if the request has not ended, and wait until what it holds is free."""
         if not self._engine._knows(self):
+            return
+        if not self.told:
+            self._engine._forget(self)  # it waited to be sent, so nobody holds anything for it
             return
         with trio.CancelScope(shield=True, deadline=trio.current_time() + ABORT_TIMEOUT_S):
             try:

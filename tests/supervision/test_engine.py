@@ -342,6 +342,20 @@ async def test_cancelling_whoever_reads_a_stream_frees_what_it_held(engine: Engi
     assert await all_is_free(engine)
 
 
+async def test_cancelling_who_waits_to_be_heard_takes_no_time(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_credit(message: Any) -> None:
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(engine._connection, "send", no_credit)
+
+    with trio.fail_after(5.0), trio.move_on_after(0.05):
+        await engine.generate([[5], [6]], n=3, max_tokens=3)
+
+    assert engine.num_open == 0
+
+
 async def test_a_request_can_be_aborted_by_its_id(engine: Engine) -> None:
     await engine.pause()
     async with engine.submit([5], request_id="mine") as stream, engine.submit([6]) as other:
