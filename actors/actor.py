@@ -33,6 +33,7 @@ from callboard.messages.control import (
     Pause,
     Resume,
     State,
+    Step,
     Stop,
     Suspend,
     Unpause,
@@ -61,6 +62,7 @@ REACHED: dict[type[Message], State] = {
     Suspend: State.SUSPENDED,
     Resume: State.PAUSED,
     Stop: State.STOPPED,
+    Step: State.PAUSED,
 }
 """The state a part of the tree is in when it acknowledges a verb."""
 
@@ -120,6 +122,10 @@ class Actor(ABC, Generic[M]):
         """Obey RESUME: take back what SUSPEND freed."""
         return self.ack(verb)
 
+    async def on_step(self, verb: Step) -> ControlReply | None:
+        """Obey STEP: run so many forward passes, and be paused again."""
+        return self.ack(verb)
+
     async def on_drain(self, verb: Stop) -> ControlReply | None:
         """Obey STOP: end the open requests; the actor itself ends later."""
         return self.ack(verb)
@@ -173,7 +179,9 @@ class Actor(ABC, Generic[M]):
         """
         return self.cell.defer()
 
-    def ack(self, verb: Verb, *, bytes_freed: int = 0, requests: int = 0) -> ControlReply:
+    def ack(
+        self, verb: Verb, *, bytes_freed: int = 0, requests: int = 0, steps: int = 0
+    ) -> ControlReply:
         """Return the acknowledgement of a verb that has had its effect here."""
         state = REACHED[type(verb)]
         self.cell.state = state
@@ -182,6 +190,7 @@ class Actor(ABC, Generic[M]):
             state=state,
             bytes_freed=bytes_freed,
             requests=requests,
+            steps=steps,
         )
 
     async def obey(self, verb: Message) -> object:
@@ -197,6 +206,8 @@ class Actor(ABC, Generic[M]):
                 return await self.on_resume(verb)
             case Stop():
                 return await self.on_drain(verb)
+            case Step():
+                return await self.on_step(verb)
             case GetNode():
                 return self.cell.status()
             case _:

@@ -3,14 +3,15 @@
 A step is one round: propose to the allocator, plan with what it grants, tell the executor, apply
 its result. One question to the allocator is open at a time, and up to `pipeline_depth` steps are
 at the executor: with 2, it finds the next step in its mailbox when it has finished one. PAUSE is
-acknowledged when nothing is under way, and then nothing is begun; everything else (new requests,
-aborts, deadlines) goes on meanwhile.
+acknowledged when nothing is under way, and then nothing is begun but what a STEP allows; everything
+else (new requests, aborts, deadlines) goes on meanwhile.
 """
 
 import secrets
 import time
 from collections.abc import Callable
 
+import msgspec
 import trio
 
 from callboard.actors.actor import Actor
@@ -33,6 +34,7 @@ from callboard.messages.control import (
     PauseMode,
     Resume,
     State,
+    Step,
     Suspend,
     Unpause,
 )
@@ -112,6 +114,9 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         self._drains = 0
         self._timers: dict[RequestId, Timer] = {}
         self._pausing: list[tuple[Pause, Reply]] = []
+        self._stepping: tuple[Step, Reply, int] | None = None  # and the steps there were before
+        self._allowance = 0  # steps it may begin yet, until then:
+        self._step_until = 0.0
         self._arrivals = 0
         self._steps = 0
         self._free_blocks = 0
@@ -161,6 +166,7 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         else:
             self._paused = True
             self._draining = False
+        self._allowance = 0
         self.cell.state = State.PAUSING
         self._pausing.append((verb, self.defer()))
         await self._go_on()
@@ -170,10 +176,25 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         """Step again; a PAUSE that has not been reached is refused."""
         self._paused = self._draining = False
         self._policy.admitting = True
+        self._allowance = 0
         self._refuse_pauses()
         reply = self.ack(verb, requests=len(self._policy.ledger))
         await self._go_on()
         return reply
+
+    async def on_step(self, verb: Step) -> ControlReply | None:
+        """Run so many steps, or as many as there is work for; acknowledged when none is under way.
+
+        A PAUSE that comes meanwhile ends it early, and so does the deadline of who asked for it.
+        """
+        if not self._paused or self._pausing or self._stepping is not None:
+            return ControlReply(verb="step", state=self.cell.state, refused="pause first")
+        self._policy.admitting = True  # which a drain has ended
+        self._allowance, self._step_until = verb.count, self.cell.deadline
+        self._stepping = (verb, self.defer(), self._steps)
+        self.cell.state = State.PAUSING
+        await self._go_on()
+        return None
 
     async def on_suspend(self, verb: Suspend) -> ControlReply | None:
         """Take every row off the device if its memory goes; their outputs stay here."""
@@ -292,12 +313,13 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         return self._asked is not None or self._policy.in_flight > 0
 
     async def _go_on(self) -> None:
-        """Begin a round if one is due, and say so if a pause has been reached."""
+        """Begin a round if one is due, and say so if a pause has been reached, or reached again."""
         if self._draining and self._policy.ledger.num_rows == 0:
             self._paused = True
-        if self._paused:
+        steps_on = self._allowance > 0 and trio.current_time() < self._step_until
+        if self._paused and not (steps_on and self._policy.has_work):
             if not self._is_busy:
-                self._acknowledge_pauses()
+                self._acknowledge_paused()
         elif self._may_begin:
             await self._propose()
 
@@ -308,17 +330,25 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
             return False
         return policy.in_flight < self._pipeline_depth and policy.has_work
 
-    def _acknowledge_pauses(self) -> None:
+    def _acknowledge_paused(self) -> None:
+        num_open = len(self._policy.ledger)
+        if self._stepping is not None:
+            step, reply, before = self._stepping
+            self._stepping, self._allowance = None, 0
+            reply.send(self.ack(step, requests=num_open, steps=self._steps - before))
         while self._pausing:
             verb, reply = self._pausing.pop()
-            reply.send(self.ack(verb, requests=len(self._policy.ledger)))
+            reply.send(self.ack(verb, requests=num_open))
 
     def _refuse_pauses(self) -> None:
+        refused = ControlReply(verb="pause", state=State.RUNNING, refused="unpaused meanwhile")
         while self._pausing:
             _, reply = self._pausing.pop()
-            reply.send(
-                ControlReply(verb="pause", state=State.RUNNING, refused="unpaused meanwhile")
-            )
+            reply.send(refused)
+        if self._stepping is not None:
+            _, reply, _ = self._stepping
+            self._stepping = None
+            reply.send(msgspec.structs.replace(refused, verb="step"))
 
     async def _propose(self) -> None:
         question = self._policy.propose()
@@ -336,6 +366,7 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         await self._release(planned.unused, dropped=False)
         await self._release(planned.evicted, dropped=True)
         if planned.step is not None:
+            self._allowance = max(0, self._allowance - 1)
             await self._executor.tell(planned.step)
         elif self._policy.in_flight:
             self._stuck = True  # rows may end with it, and leave their blocks

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from callboard.actors.actor import Actor
     from callboard.messages.requests import ChatMessage, Delta, FinishReason
     from callboard.messages.sampling import SamplingParams
-    from callboard.supervision.engine import Completion, Engine, connect, open_engine
+    from callboard.supervision.engine import Engine, connect, open_engine
+    from callboard.supervision.record import Completion
     from callboard.supervision.settings import Settings
 
 _HOMES = {
     "Actor": "callboard.actors.actor",
     "ChatMessage": "callboard.messages.requests",
-    "Completion": "callboard.supervision.engine",
+    "Completion": "callboard.supervision.record",
     "Delta": "callboard.messages.requests",
     "Engine": "callboard.supervision.engine",
     "FinishReason": "callboard.messages.requests",

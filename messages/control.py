@@ -1,7 +1,7 @@
 """The conversation about the tree's state: verbs down, acknowledgements up.
 
-A verb is acknowledged after its effect, with the state reached. Repeating one is harmless. An
-illegal one is refused by name, and changes nothing.
+A verb is acknowledged after its effect, with the state reached. Repeating one is harmless, but for
+STEP. An illegal one is refused by name, and changes nothing.
 """
 
 import enum
@@ -58,10 +58,14 @@ class ChildAck(msgspec.Struct, frozen=True, kw_only=True):
     bytes_freed: int = 0
     requests: int = 0
     failure: str = ""
+    steps: int = 0
 
 
 class ControlReply(Message, frozen=True):
-    """Tree → operator: the verb is done, was refused, or some parts did not answer in time."""
+    """Tree → operator: the verb is done, was refused, or some parts did not answer in time.
+
+    `requests` are open; `steps` are the forward passes a STEP has run, in all replicas.
+    """
 
     verb: str
     state: State
@@ -71,6 +75,7 @@ class ControlReply(Message, frozen=True):
     seconds: float = 0.0
     bytes_freed: int = 0
     requests: int = 0
+    steps: int = 0
 
     @property
     def done(self) -> bool:
@@ -116,7 +121,18 @@ class Stop(Call[ControlReply], frozen=True):
     drain_s: float = 0.0
 
 
-Verb = Pause | Unpause | Suspend | Resume | Stop
+class Step(Call[ControlReply], frozen=True):
+    """Operator → tree: run `count` forward passes in each replica and be paused again.
+
+    Acknowledged when that is so; fewer are run where there is nothing left to run. Only what is
+    paused can be stepped.
+    """
+
+    urgent: ClassVar[bool] = True
+    count: int = 1
+
+
+Verb = Pause | Unpause | Suspend | Resume | Stop | Step
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ CallboardError
 │       ├── OutOfBlocks            the pool has not as many KV blocks
 │       ├── OutOfStateSlots        no slot is left for its recurrent state
 │       └── MemoryDeallocated      the memory is given back until it is resumed
+├── UnknownRequest         no such request is open; a KeyError, too                  (client fixes)
 ├── RequestFailed          the engine could not finish it                            (operator)
 ├── ControlRefused         the verb is illegal in this state                         (operator)
 ├── ConfigError            a setting or file is wrong                                (operator)
@@ -163,6 +164,13 @@ class OutOfStateSlots(ContextOverflow):
 
 class MemoryDeallocated(ContextOverflow):
     """The memory that rows stand in is given back; there is none until it is allocated again."""
+
+
+class UnknownRequest(CallboardError, KeyError):
+    """No request of that id is open."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # a KeyError's is the repr of the message
 
 
 class RequestFailed(CallboardError):

@@ -14,12 +14,10 @@ Both speak the same messages to the same actors; only the transport differs.
 import contextlib
 import itertools
 import secrets
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
-import msgspec
 import trio
 
 from callboard.actors.coordinator import FromClient, ToClient
@@ -27,7 +25,7 @@ from callboard.actors.session import HANDSHAKE_TIMEOUT_S, Connection, Joined, Le
 from callboard.actors.system import ActorSystem, open_system
 from callboard.actors.transport import MemoryNetwork, Network, ZmqNetwork
 from callboard.actors.zmq_socket import open_zmq_context
-from callboard.messages.base import Call, unpack_floats, unpack_ids
+from callboard.messages.base import Call
 from callboard.messages.control import (
     AbortReply,
     AbortRequests,
@@ -39,6 +37,7 @@ from callboard.messages.control import (
     Resume,
     State,
     StatusReply,
+    Step,
     Stop,
     Suspend,
     Unpause,
@@ -53,177 +52,41 @@ from callboard.messages.errors import (
     DeadlineExceeded,
     Failure,
     RequestError,
+    UnknownRequest,
     Unreachable,
+    WireError,
 )
 from callboard.messages.membership import Role, Welcome
 from callboard.messages.requests import (
     Abort,
     Accepted,
     Delta,
-    FinishReason,
     Refused,
     Submit,
     TokensOut,
 )
 from callboard.messages.sampling import SamplingParams
 from callboard.supervision.app import ReplicaParts, replica, root
+from callboard.supervision.record import Completion
 from callboard.supervision.root import Address, FromOperator, ToOperator, reachable
 from callboard.supervision.settings import Settings, load_settings
-from callboard.supervision.submission import PromptLike, as_params, as_prompt, checked
+from callboard.supervision.stream import ChoicesStream, RequestStream
+from callboard.supervision.submission import (
+    PromptLike,
+    as_params,
+    as_prompt,
+    check_n,
+    checked,
+    choices_of,
+)
 
 R = TypeVar("R")
 
 CONTROL_TIMEOUT_S = 60.0
-ABORT_TIMEOUT_S = 10.0
 RECONNECT_TIMEOUT_S = 60.0
 STATUS_INTERVAL_S = 0.1
 
-
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished request, whole. `logprobs` has one value a token when they were asked for."""
-
-    id: str
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: FinishReason
-    logprobs: list[float] | None = None
-    top_logprobs: list[list[tuple[int, float]]] | None = None
-    seed: int = 0
-
-
-class RequestStream:
-    """The deltas of one request as they come; `async for` ends after the one with a finish reason.
-
-    Leaving the `async with` block early aborts the request.
-    """
-
-    def __init__(self, engine: "Engine", submit: Submit) -> None:
-        self.request_id = submit.request_id
-        self.prompt_token_ids: list[int] = []
-        self.seed = 0
-        self.finish_reason: FinishReason | None = None
-        self._engine = engine
-        self._submit = submit
-        self._delivered = bytearray()
-        self._deltas: deque[Delta] = deque()
-        self._news = trio.Event()
-        self._accepted = trio.Event()
-        self._ended = trio.Event()
-        self._failure: Failure | None = None
-        self.told = False  # whether a new server should hear of it from the connection
-
-    async def __aenter__(self) -> "RequestStream":
-        """Submit, and wait until the request is accepted. Raises what it is refused for."""
-        if self.told:
-            raise RequestError(
-                f"the stream of {self.request_id} was entered before",
-                field="request_id",
-                allowed="a stream that was not used yet",
-            )
-        self._engine._register(self)
-        try:
-            await self._engine._open(self, self._submit)
-            await self._accepted.wait()
-        except BaseException:
-            await self._abandon()
-            raise
-        if self._failure is not None:
-            raise self._failure.error()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._abandon()
-
-    def __aiter__(self) -> AsyncIterator[Delta]:
-        return self
-
-    async def __anext__(self) -> Delta:
-        """Return the next delta. Raises RequestFailed when the engine could not go on."""
-        while not self._deltas:
-            if self._ended.is_set():
-                if self._failure is not None:
-                    raise self._failure.error()
-                raise StopAsyncIteration
-            self._news = trio.Event()
-            await self._news.wait()
-        return self._deltas.popleft()
-
-    async def completion(self) -> Completion:
-        """Read to the end and return everything."""
-        token_ids: list[int] = []
-        text: list[str] = []
-        logprobs: list[float] = []
-        top: list[list[tuple[int, float]]] = []
-        async for delta in self:
-            token_ids += unpack_ids(delta.token_ids)
-            text.append(delta.text)
-            logprobs += unpack_floats(delta.logprobs)
-            top += [list(alternatives) for alternatives in delta.top_logprobs]
-        assert self.finish_reason is not None
-        wanted = self._submit.params.logprobs
-        return Completion(
-            id=self.request_id,
-            prompt_token_ids=self.prompt_token_ids,
-            token_ids=token_ids,
-            text="".join(text),
-            finish_reason=self.finish_reason,
-            logprobs=None if wanted is None else logprobs,
-            top_logprobs=top if wanted else None,
-            seed=self.seed,
-        )
-
-    # What the engine's reading task calls.
-
-    def take_accepted(self, accepted: Accepted) -> None:
-        """Note the acceptance."""
-        self.prompt_token_ids = unpack_ids(accepted.prompt_token_ids)
-        self.seed = accepted.seed
-        params = msgspec.structs.replace(self._submit.params, seed=accepted.seed)
-        self._submit = msgspec.structs.replace(self._submit, params=params)
-        self._accepted.set()
-
-    def take_refused(self, failure: Failure) -> None:
-        """End without having begun."""
-        self._failure = failure
-        self._accepted.set()
-        self._end()
-
-    def take(self, delta: Delta) -> None:
-        """Queue a delta; one that repeats what is here already is dropped."""
-        if self._ended.is_set() or delta.start < len(self._delivered) // 4:
-            return
-        self._delivered += delta.token_ids
-        self._deltas.append(delta)
-        if delta.finish is not None:
-            self.finish_reason = delta.finish
-            self._failure = delta.failure if delta.finish is FinishReason.ERROR else None
-            self._accepted.set()
-            self._end()
-        self._news.set()
-
-    def again(self) -> Submit:
-        """Return the request as a server that knows nothing of it should get it."""
-        return msgspec.structs.replace(self._submit, delivered=bytes(self._delivered))
-
-    def _end(self) -> None:
-        self._engine._forget(self)
-        self._ended.set()
-        self._news.set()
-
-    async def _abandon(self) -> None:
-        """Abort if the request has not ended, and wait until what it holds is free."""
-        if not self.told:  # nobody has heard of it, so nobody would say that it has ended
-            self._engine._forget(self)
-        if self._ended.is_set() or not self.told:
-            return
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + ABORT_TIMEOUT_S):
-            try:
-                await self._engine._send(Abort(request_id=self.request_id))
-                await self._ended.wait()
-            except CallboardError:
-                pass  # there is nobody left to hold anything for it
-        self._engine._forget(self)
+_WITHOUT_MEMORY = (State.SUSPENDING, State.SUSPENDED, State.RESUMING)
 
 
 class Engine:
@@ -268,43 +131,113 @@ class Engine:
 
         Raises RequestError for an option that does not exist or has the wrong type.
         """
-        submit = Submit(
-            request_id=f"{self._prefix}-{next(self._ids)}" if request_id is None else request_id,
-            prompt=as_prompt(prompt),
-            params=as_params(params, options),
+        request = self._request(
+            prompt,
+            params,
+            request_id=request_id,
             priority=priority,
             timeout_s=timeout_s,
+            **options,
         )
-        return RequestStream(self, checked(submit))
+        return RequestStream(self, request)
+
+    def submit_choices(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        n: int,
+        **options: Any,
+    ) -> ChoicesStream:
+        """Return the stream of `n` choices for one prompt, for `async with`; else as `submit`.
+
+        Each is a request of its own (ID, ID#1, ID#2, …) that finds their prompt in the prefix
+        cache. With a seed, choice i has seed + i, and is what a request with that seed gives.
+        """
+        return ChoicesStream(self, choices_of(self._request(prompt, params, **options), n))
+
+    @overload
+    async def generate(
+        self,
+        prompts: Sequence[PromptLike],
+        params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        return_errors: Literal[False] = False,
+        **options: Any,
+    ) -> list[Completion]: ...
+
+    @overload
+    async def generate(
+        self,
+        prompts: Sequence[PromptLike],
+        params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        return_errors: bool,
+        **options: Any,
+    ) -> list[Completion | CallboardError]: ...
 
     async def generate(
         self,
         prompts: Sequence[PromptLike],
         params: SamplingParams | None = None,
+        *,
+        n: int = 1,
+        return_errors: bool = False,
         **options: Any,
-    ) -> list[Completion]:
+    ) -> list[Completion] | list[Completion | CallboardError]:
         """Run several prompts at once and return their completions in order.
 
-        Raises the first error; the other requests are aborted then.
+        With `n` there are so many of each prompt, one behind the other; see `submit_choices`.
+        Raises the first error, and the other requests are aborted then. With `return_errors` the
+        errors of requests come in the places of their completions, and the others go on.
         """
-        streams = [self.submit(prompt, params, **options) for prompt in prompts]
-        completions: dict[int, Completion] = {}
-        errors: list[CallboardError] = []
-
-        async def run(index: int, stream: RequestStream) -> None:
+        check_n(n)
+        asked: list[RequestStream | CallboardError] = []
+        for prompt in prompts:
             try:
-                async with stream:
-                    completions[index] = await stream.completion()
-            except CallboardError as error:
-                errors.append(error)
-                nursery.cancel_scope.cancel("another request failed")
+                choices = choices_of(self._request(prompt, params, **options), n)
+            except RequestError as error:
+                if not return_errors:
+                    raise
+                asked += [error] * n
+            else:
+                asked += [RequestStream(self, one, choice) for choice, one in enumerate(choices)]
+        return await _run_all(asked, return_errors=return_errors)
 
-        async with trio.open_nursery() as nursery:
-            for index, stream in enumerate(streams):
-                nursery.start_soon(run, index, stream)
-        if errors:
-            raise errors[0]
-        return [completions[index] for index in range(len(streams))]
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        **options: Any,
+    ) -> RequestStream:
+        """Submit a request that is to run whether or not somebody reads it; options as of `submit`.
+
+        It has been accepted when this returns; raises what it is refused for. What is not read is
+        kept, and bounded by the request's max_tokens. It ends as any other, or by `aclose`.
+        """
+        return await self.submit(prompt, params, request_id=request_id, **options).__aenter__()
+
+    def get_request(self, request_id: str) -> RequestStream:
+        """Return the open request of that id. Raises UnknownRequest when there is none.
+
+        One that has ended is forgotten here; whoever keeps its stream has it still.
+        """
+        try:
+            return self._streams[request_id]
+        except KeyError:
+            raise UnknownRequest(f"no request {request_id!r} is open here") from None
+
+    @property
+    def num_open(self) -> int:
+        """How many requests of this client have not ended."""
+        return len(self._streams)
+
+    def has_unfinished_requests(self) -> bool:
+        """Return whether a request of this client has not ended."""
+        return bool(self._streams)
 
     async def abort(self, request_id: str = "", *, all: bool = False) -> AbortReply:
         """Abort every client's request of that id, or all there are."""
@@ -349,6 +282,38 @@ class Engine:
         """Give open requests `drain_s` seconds, end the rest, and end the engine."""
         return await self.control(Stop(drain_s=drain_s), timeout + drain_s)
 
+    async def step(self, count: int = 1, *, timeout: float = CONTROL_TIMEOUT_S) -> ControlReply:
+        """Run so many forward passes in a paused engine; it is paused again on return.
+
+        The reply has the number of `steps` that were run, fewer where there was nothing left to
+        run, and of `requests` still open. What they produced comes on the requests' streams. Raises
+        ControlRefused when the engine is not paused, or is suspended.
+        """
+        return await self.control(Step(count=count), timeout)
+
+    async def reset(self, *, timeout: float = CONTROL_TIMEOUT_S) -> int:
+        """End every open request and forget the prefix cache; returns how many requests there were.
+
+        All requests of all clients are aborted; ours have their terminal delta when this returns.
+        Then the KV cache is freed and allocated anew, empty, and the tree is running or paused as
+        before. What is submitted meanwhile is kept. Raises ControlRefused while suspended.
+        """
+        deadline = trio.current_time() + timeout
+        state = (await self.status(timeout=timeout)).state
+        if state not in (State.RUNNING, State.PAUSED):
+            resume = ": resume first" if state in _WITHOUT_MEMORY else ""
+            raise ControlRefused(f"reset: the tree is {state}{resume}")
+        streams = list(self._streams.values())
+        aborted = await self._ask(AbortRequests(all=True), deadline - trio.current_time())
+        with trio.move_on_at(deadline):
+            for stream in streams:
+                await stream.wait_ended()
+        if not all(stream.has_ended for stream in streams):
+            raise DeadlineExceeded(f"reset: some requests have not ended in {timeout:g} s")
+        for verb in (Suspend(kv=KVLevel.DROP), Resume()):
+            await self.control(verb, deadline - trio.current_time())
+        return aborted.aborted
+
     async def status(self, *, timeout: float = CONTROL_TIMEOUT_S) -> StatusReply:
         """Return the state of the whole and the tree."""
         return await self._ask(GetStatus(), timeout)
@@ -377,6 +342,25 @@ class Engine:
                 seen = status.state
                 await trio.sleep(STATUS_INTERVAL_S)
         raise DeadlineExceeded(f"not {state} within {timeout:.3g} s, but {seen}")
+
+    def _request(
+        self,
+        prompt: PromptLike,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        **options: Any,
+    ) -> Submit:
+        submit = Submit(
+            request_id=f"{self._prefix}-{next(self._ids)}" if request_id is None else request_id,
+            prompt=as_prompt(prompt),
+            params=as_params(params, options),
+            priority=priority,
+            timeout_s=timeout_s,
+        )
+        return checked(submit)
 
     # The connection.
 
@@ -408,8 +392,11 @@ class Engine:
             )
         self._streams[stream.request_id] = stream
 
+    def _knows(self, stream: RequestStream) -> bool:
+        return self._streams.get(stream.request_id) is stream
+
     def _forget(self, stream: RequestStream) -> None:
-        if self._streams.get(stream.request_id) is stream:
+        if self._knows(stream):
             del self._streams[stream.request_id]
 
     def _end_streams(self, failure: Failure) -> None:
@@ -481,8 +468,7 @@ class Engine:
         match event:
             case Said(message=TokensOut(deltas=deltas)):
                 for delta in deltas:
-                    if (stream := self._streams.get(delta.request_id)) is not None:
-                        stream.take(delta)
+                    self._take(delta)
             case Said(message=Accepted() as accepted):
                 if (stream := self._streams.get(accepted.request_id)) is not None:
                     stream.take_accepted(accepted)
@@ -495,6 +481,17 @@ class Engine:
                 self._give_up(reason)
             case Left(reason=reason):
                 self._nursery.start_soon(self._give_up_later, reason, self._sessions)
+
+    def _take(self, delta: Delta) -> None:
+        stream = self._streams.get(delta.request_id)
+        if stream is None:
+            return
+        try:
+            stream.take(delta)
+        except WireError:
+            # It has ended here over nonsense, and holds something there.
+            with contextlib.suppress(Unreachable):
+                self._connection.send_nowait(Abort(request_id=delta.request_id))
 
     def _meet(self, welcome: Welcome) -> None:
         """A server that knows nothing of us: tell it what is open, and go on behind it."""
@@ -589,6 +586,32 @@ async def connect(endpoint: str, *, timeout: float = HANDSHAKE_TIMEOUT_S) -> Asy
         finally:
             engine._close()
             nursery.cancel_scope.cancel("the connection was closed")
+
+
+async def _run_all(
+    asked: Sequence[RequestStream | CallboardError], *, return_errors: bool
+) -> list[Any]:
+    """Run requests at once; returns in order what came of each, errors where they are wanted."""
+    ended: list[RequestStream | Completion | CallboardError] = list(asked)
+    failed: list[CallboardError] = []
+
+    async def run(place: int, stream: RequestStream) -> None:
+        try:
+            async with stream:
+                ended[place] = await stream.completion()
+        except CallboardError as error:
+            ended[place] = error
+            if not return_errors:
+                failed.append(error)
+                nursery.cancel_scope.cancel("another request failed")
+
+    async with trio.open_nursery() as nursery:
+        for place, stream in enumerate(asked):
+            if isinstance(stream, RequestStream):
+                nursery.start_soon(run, place, stream)
+    if failed:
+        raise failed[0]
+    return ended
 
 
 async def _ignore(event: Said | Joined | Left) -> None:

@@ -7,16 +7,27 @@
 | SUSPEND | → PAUSED, SUSPENDED| → SUSPENDED | no change, or other levels: refused |
 | RESUME  | no change          | no change   | → what SUSPEND found       |
 | STOP    | → STOPPED          | → STOPPED   | → STOPPED                  |
+| STEP    | refused: pause first | → PAUSED  | refused: resume first      |
 
 A verb that did not have its effect everywhere leaves the tree under way: PAUSING, UNPAUSING,
 SUSPENDING, RESUMING or STOPPING. Repeating the verb continues it. A tree that is SUSPENDING or
 RESUMING counts as suspended and is paused throughout. While STOPPING and when STOPPED everything
-but STOP is refused. So is, in any state, a time to drain that is negative or no number.
+but STOP is refused. So is, in any state, a time to drain that is negative or no number. A tree that
+steps is PAUSING until it is paused again, and STEP is the one verb whose repetition is another.
 """
 
 import msgspec
 
-from callboard.messages.control import Pause, Resume, State, Stop, Suspend, Unpause, Verb
+from callboard.messages.control import (
+    Pause,
+    Resume,
+    State,
+    Step,
+    Stop,
+    Suspend,
+    Unpause,
+    Verb,
+)
 
 UNDER_WAY: dict[type[Verb], State] = {
     Pause: State.PAUSING,
@@ -24,6 +35,7 @@ UNDER_WAY: dict[type[Verb], State] = {
     Suspend: State.SUSPENDING,
     Resume: State.RESUMING,
     Stop: State.STOPPING,
+    Step: State.PAUSING,
 }
 
 
@@ -51,7 +63,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
                 return Desired(paused=True, suspended=verb)
             case Resume():
                 return Desired(paused=True)
-            case Stop():
+            case Stop() | Step():
                 return self
 
     def path(self, born: "Desired") -> tuple[Verb, ...]:
@@ -96,6 +108,8 @@ class Lifecycle:
                 return self._plan_resume(verb)
             case Stop():
                 return Plan(relay=(verb,))
+            case Step():
+                return self._plan_step(verb)
 
     def accept(self, verb: Verb) -> None:
         """An operator's verb is not refused: remember what a later RESUME has to lead back to."""
@@ -111,7 +125,7 @@ class Lifecycle:
     def reach(self, verb: Verb) -> None:
         """A relayed verb has had its effect everywhere."""
         match verb:
-            case Pause():
+            case Pause() | Step():
                 self.state = State.PAUSED
             case Unpause():
                 self.state = State.RUNNING
@@ -146,3 +160,12 @@ class Lifecycle:
         # Left in between by a SUSPEND or RESUME of which some part was late.
         between = self.state in (State.PAUSING, State.UNPAUSING) and not self._paused_by_verb
         return Plan(relay=(Unpause(),) if between else ())
+
+    def _plan_step(self, verb: Step) -> Plan:
+        if self._suspended is not None:
+            return Plan(refused="the tree is suspended: resume first")
+        if self.state is not State.PAUSED:
+            return Plan(refused=f"the tree is {self.state}: pause first")
+        if verb.count < 1:
+            return Plan(refused=f"count is {verb.count}, and must be 1 or more")
+        return Plan(relay=(verb,))

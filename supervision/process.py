@@ -24,6 +24,7 @@ from callboard.messages.control import (
     GetNode,
     Pause,
     Resume,
+    Step,
     Stop,
     Suspend,
     Unpause,
@@ -137,7 +138,7 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
     async def obey(self, verb: Message) -> object:
         """Pass verbs and questions on to the process."""
         match verb:
-            case Pause() | Unpause() | Suspend() | Resume() | Stop():
+            case Pause() | Unpause() | Suspend() | Resume() | Stop() | Step():
                 self.spawn(self._pass_on, verb, self.defer(), answer_by(self.cell))
                 return None
             case GetNode():

@@ -25,6 +25,7 @@ from callboard.messages.control import (
     Resume,
     State,
     StatusReply,
+    Step,
     Stop,
     Suspend,
     Unpause,
@@ -197,7 +198,7 @@ class Root(Supervisor):
                 return await self.status(timeout)
             case AbortRequests() as abort:
                 return await self._abort(abort, timeout)
-            case Pause() | Unpause() | Suspend() | Resume() | Stop() as verb:
+            case Pause() | Unpause() | Suspend() | Resume() | Stop() | Step() as verb:
                 return await self.control(verb, timeout)
             case other:
                 raise AssertionError(f"the listener let {other} through")
@@ -274,4 +275,5 @@ def _sum(so_far: ControlReply, part: ControlReply) -> ControlReply:
         children=part.children,
         bytes_freed=so_far.bytes_freed + part.bytes_freed,
         requests=part.requests,
+        steps=part.steps,
     )

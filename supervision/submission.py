@@ -17,10 +17,13 @@ from callboard.messages.requests import (
     TextPrompt,
     TokenPrompt,
 )
-from callboard.messages.sampling import SamplingParams, check
+from callboard.messages.sampling import MAX_SEED, SamplingParams, check
 
 PromptLike = str | Sequence[int] | Sequence[ChatMessage] | Prompt
 """Text, token ids, or a conversation."""
+
+MAX_CHOICES = 128
+"""Choices a prompt may have."""
 
 _ANY_ID = 2**31
 _TYPES = re.compile(r"Expected `([^`]+)`, got `([^`]+)`")
@@ -67,6 +70,33 @@ def checked(submit: Submit) -> Submit:
             raise _wrong_type(str(error)) from error
         check(submit.params, vocab_size=_ANY_ID)
         raise RequestError(str(error), field=_unsendable(submit), allowed=_SENDABLE) from error
+
+
+def choices_of(submit: Submit, n: int) -> list[Submit]:
+    """Return `n` independent requests for one prompt: ID, ID#1, ID#2, …
+
+    With a seed, choice i has seed + i (modulo 2^63), and is what a request with that seed gives.
+    Raises RequestError when there are none or too many.
+    """
+    check_n(n)
+    return [submit, *(_choice(submit, choice) for choice in range(1, n))]
+
+
+def check_n(n: int) -> None:
+    """Raise RequestError when a prompt cannot have so many choices."""
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_CHOICES:
+        raise RequestError(
+            f"n is {n!r}, and must be 1 to {MAX_CHOICES}", field="n", allowed=f"1 to {MAX_CHOICES}"
+        )
+
+
+def _choice(submit: Submit, choice: int) -> Submit:
+    request_id, params = f"{submit.request_id}#{choice}", submit.params
+    # One that is out of range stays so, and is refused by the server.
+    if params.seed is not None and 0 <= params.seed <= MAX_SEED:
+        seed = (params.seed + choice) % (MAX_SEED + 1)
+        params = msgspec.structs.replace(params, seed=seed)
+    return msgspec.structs.replace(submit, request_id=request_id, params=params)
 
 
 _FIELDS = set(SamplingParams.__struct_fields__)

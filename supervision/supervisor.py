@@ -24,6 +24,7 @@ from callboard.messages.control import (
     Pause,
     Resume,
     State,
+    Step,
     Stop,
     Suspend,
     Unpause,
@@ -162,7 +163,7 @@ class Supervisor(Actor[ActorExited]):
     async def obey(self, verb: Message) -> object:
         """Relay verbs to the children; tell of them."""
         match verb:
-            case Pause() | Unpause() | Suspend() | Resume() | Stop():
+            case Pause() | Unpause() | Suspend() | Resume() | Stop() | Step():
                 self.spawn(self._relay_and_answer, verb, self.defer(), answer_by(self.cell))
                 return None
             case GetNode():
@@ -249,7 +250,9 @@ class Supervisor(Actor[ActorExited]):
                 try:
                     ack = await child.ask(verb, deadline - trio.current_time())
                 except (ActorFailed, ActorStopped):
-                    continue  # asked again, its next life answers
+                    # Asked again, its next life answers. How far this one stepped went with it.
+                    verb = Pause() if isinstance(verb, Step) else verb
+                    continue
                 except DeadlineExceeded:
                     break
                 except CallboardError as error:
@@ -397,6 +400,7 @@ def _with_leaf(name: str, ack: ControlReply) -> ControlReply:
         bytes_freed=ack.bytes_freed,
         requests=ack.requests,
         failure=ack.refused,
+        steps=ack.steps,
     )
     return msgspec.structs.replace(ack, children=(leaf,))
 
@@ -413,6 +417,7 @@ def _merge(verb: Verb, acks: list[ControlReply], seconds: float) -> ControlReply
         seconds=seconds,
         bytes_freed=sum(ack.bytes_freed for ack in acks),
         requests=sum(ack.requests for ack in acks),
+        steps=sum(ack.steps for ack in acks),
     )
 
 

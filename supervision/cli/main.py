@@ -13,7 +13,7 @@ import msgspec
 import trio
 import typer
 
-from callboard.messages.base import unpack_ids
+from callboard.messages.base import unpack_floats, unpack_ids
 from callboard.messages.control import (
     ControlReply,
     KVLevel,
@@ -22,6 +22,7 @@ from callboard.messages.control import (
     Resume,
     State,
     StatusReply,
+    Step,
     Stop,
     Suspend,
     Unpause,
@@ -34,11 +35,12 @@ from callboard.messages.errors import (
     DeadlineExceeded,
     Unreachable,
 )
-from callboard.messages.requests import ChatMessage, Delta
-from callboard.messages.sampling import SamplingParams
+from callboard.messages.requests import ChatMessage
+from callboard.messages.sampling import LogprobsMode, SamplingParams
 from callboard.supervision.cli import render
-from callboard.supervision.engine import Completion, Engine, connect, open_engine
+from callboard.supervision.engine import Engine, connect, open_engine
 from callboard.supervision.logging import configure_logging
+from callboard.supervision.record import Completion
 from callboard.supervision.settings import DEFAULT_ENDPOINT, ENDPOINT, Settings, load_settings
 from callboard.supervision.submission import PromptLike
 from callboard.version import __version__
@@ -166,20 +168,56 @@ def generate(
     ] = None,
     model: Annotated[str | None, typer.Option(help="Load this model here instead.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's turn.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
+    n: Annotated[int, typer.Option("--n", help="Answers to each prompt.")] = 1,
+    max_tokens: Annotated[
+        int, typer.Option(help="Tokens to generate at most; 0 only scores the prompt.")
+    ] = 128,
+    min_tokens: Annotated[int, typer.Option(help="Tokens before it may stop.")] = 0,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Makes sampling repeatable; answer i has it plus i.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1 disfavours tokens of prompt and output; 1 is off.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Taken off the logits of tokens of the output; 0 is off.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Taken off for each time a token is in the output; 0 is off.")
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(help="ID=BIAS, added to the logit of a token.", metavar="ID=BIAS"),
+    ] = None,
+    bad_word: Annotated[list[str] | None, typer.Option(help="Never complete this text.")] = None,
+    bad_tokens: Annotated[
+        list[str] | None,
+        typer.Option(help="ID,ID,...: never complete these tokens.", metavar="ID,ID,..."),
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this text.")] = None,
+    stop_token_id: Annotated[list[int] | None, typer.Option(help="Stop at this token.")] = None,
+    include_stop: Annotated[
+        bool, typer.Option("--include-stop", help="Show the text it stopped at.")
+    ] = False,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on behind the end-of-sequence token.")
     ] = False,
     logprobs: Annotated[
         int | None, typer.Option(help="Log-probabilities, and of so many alternatives.")
     ] = None,
+    logprobs_mode: Annotated[
+        LogprobsMode,
+        typer.Option(help="Of the model's logits, or of what the token was chosen from."),
+    ] = LogprobsMode.RAW,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(help="The same of the prompt's tokens, always of the logits.")
+    ] = None,
     special: Annotated[bool, typer.Option("--special", help="Show control tokens.")] = False,
+    priority: Annotated[int, typer.Option(help="Smaller runs earlier.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
     timeout: Annotated[float, typer.Option(min=0.0, help="Seconds for all of it.")] = 600.0,
 ) -> int:
@@ -196,10 +234,21 @@ def generate(
         min_p=min_p,
         seed=seed,
         max_tokens=max_tokens,
+        min_tokens=min_tokens,
         stop=tuple(stop or ()),
+        stop_token_ids=tuple(stop_token_id or ()),
+        include_stop=include_stop,
         ignore_eos=ignore_eos,
-        logprobs=logprobs,
         skip_special_tokens=not special,
+        logprobs=logprobs,
+        logprobs_mode=logprobs_mode,
+        prompt_logprobs=prompt_logprobs,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=dict(map(_bias, logit_bias or ())),
+        bad_words=tuple(bad_word or ()),
+        bad_token_ids=tuple(map(_token_ids, bad_tokens or ())),
     )
     endpoint = connect_to or (None if model else os.environ.get("CALLBOARD_ENDPOINT"))
     asked: list[PromptLike] = [
@@ -207,11 +256,12 @@ def generate(
     ]
 
     async def run(engine: Engine) -> None:
-        if len(asked) == 1 and not as_json:
-            await _stream(engine, asked[0], params)
+        if len(asked) == n == 1 and not as_json:
+            await _stream(engine, asked[0], params, priority)
             return
-        for prompt, answer in zip(prompts, await engine.generate(asked, params), strict=True):
-            _show(prompt, answer, as_json)
+        answers = await engine.generate(asked, params, n=n, priority=priority)
+        for place, answer in enumerate(answers):
+            _show(prompts[place // n], answer, as_json)
 
     async def with_engine() -> int:
         with trio.fail_after(timeout):
@@ -249,6 +299,17 @@ def unpause(
 ) -> int:
     """Go on after `pause`."""
     return _control(endpoint, Unpause(), timeout, as_json)
+
+
+@app.command()
+def step(
+    count: Annotated[int, typer.Argument(metavar="N", min=1, help="Forward passes.")] = 1,
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    timeout: Timeout = 60.0,
+    as_json: AsJson = False,
+) -> int:
+    """Run N forward passes in each replica of a paused server, one by default."""
+    return _control(endpoint, Step(count=count), timeout, as_json)
 
 
 @app.command()
@@ -412,21 +473,40 @@ async def _status(endpoint: str, wait: State | None, timeout: float) -> StatusRe
             await trio.sleep(RETRY_S)
 
 
-async def _stream(engine: Engine, prompt: PromptLike, params: SamplingParams) -> None:
-    async with engine.submit(prompt, params) as stream:
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise typer.BadParameter(f"--logit-bias {text!r} is not ID=BIAS") from None
+
+
+def _token_ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(token_id) for token_id in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"--bad-tokens {text!r} is not ID,ID,...") from None
+
+
+async def _stream(
+    engine: Engine, prompt: PromptLike, params: SamplingParams, priority: int
+) -> None:
+    async with engine.submit(prompt, params, priority=priority) as stream:
+        wants_prompt = params.prompt_logprobs is not None
         try:
             async for delta in stream:
+                if wants_prompt and (scores := stream.record.prompt_logprobs) is not None:
+                    _show_logprobs(stream.prompt_token_ids[1:], scores)
+                    wants_prompt = False
                 render.piece(delta.text)
                 if params.logprobs is not None:
-                    _show_logprobs(delta)
+                    _show_logprobs(unpack_ids(delta.token_ids), unpack_floats(delta.logprobs))
         finally:
             render.line()
 
 
-def _show_logprobs(delta: Delta) -> None:
-    from callboard.messages.base import unpack_floats
-
-    pairs = zip(unpack_ids(delta.token_ids), unpack_floats(delta.logprobs), strict=True)
+def _show_logprobs(token_ids: list[int], logprobs: list[float]) -> None:
+    pairs = zip(token_ids, logprobs, strict=False)
     render.piece("".join(f" [{token_id}: {logprob:.3f}]" for token_id, logprob in pairs))
 
 
@@ -434,7 +514,8 @@ def _show(prompt: str, answer: Completion, as_json: bool) -> None:
     if as_json:
         render.as_json(render.completion(answer))
     else:
-        render.line(f"{prompt!r} → {answer.text!r} ({answer.finish_reason})")
+        choice = f" #{answer.choice}" if answer.choice else ""
+        render.line(f"{prompt!r}{choice} → {answer.text!r} ({answer.finish_reason})")
 
 
 if __name__ == "__main__":

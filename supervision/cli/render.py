@@ -2,6 +2,7 @@
 
 import enum
 import json
+import math
 import sys
 from typing import Any
 
@@ -9,7 +10,7 @@ import msgspec
 
 from callboard.gpu.memory import format_bytes
 from callboard.messages.control import ControlReply, NodeStatus, StatusReply
-from callboard.supervision.engine import Completion
+from callboard.supervision.record import Completion
 
 
 def line(text: str = "") -> None:
@@ -46,7 +47,9 @@ def reply(answer: ControlReply) -> None:
         return
     freed = f", {format_bytes(answer.bytes_freed)} freed" if answer.bytes_freed else ""
     requests = f", {answer.requests} requests kept" if answer.requests else ""
-    line(f"{answer.verb}: now {answer.state} ({answer.seconds * 1000:.0f} ms{freed}{requests})")
+    steps = f", {answer.steps} steps" if answer.verb == "step" else ""
+    time = f"{answer.seconds * 1000:.0f} ms"
+    line(f"{answer.verb}: now {answer.state} ({time}{freed}{steps}{requests})")
 
 
 def status(answer: StatusReply) -> None:
@@ -57,19 +60,8 @@ def status(answer: StatusReply) -> None:
 
 
 def completion(answer: Completion) -> dict[str, Any]:
-    """Return a completion as the object `generate --json` prints."""
-    shown: dict[str, Any] = {
-        "id": answer.id,
-        "prompt_token_ids": answer.prompt_token_ids,
-        "token_ids": answer.token_ids,
-        "text": answer.text,
-        "finish_reason": answer.finish_reason.value,
-    }
-    if answer.logprobs is not None:
-        shown["logprobs"] = answer.logprobs
-    if answer.top_logprobs is not None:
-        shown["top_logprobs"] = answer.top_logprobs
-    return shown
+    """Return a completion as the object `generate --json` prints: all of it that is known."""
+    return {name: value for name, value in _plain(answer).items() if value is not None}
 
 
 def _plain(value: Any) -> Any:
@@ -84,6 +76,8 @@ def _plain(value: Any) -> Any:
             return [_plain(item) for item in value]
         case enum.Enum():
             return value.value
+        case float() if not math.isfinite(value):
+            return None  # JSON has no word for the log-probability of what cannot be
         case _:
             return value
 

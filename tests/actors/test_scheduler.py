@@ -27,11 +27,17 @@ from callboard.messages.control import (
     PauseMode,
     Resume,
     State,
+    Step,
     Suspend,
     Unpause,
     WeightsLevel,
 )
-from callboard.messages.errors import CallboardError, OutOfBlocks, SequenceOverflow
+from callboard.messages.errors import (
+    CallboardError,
+    DeadlineExceeded,
+    OutOfBlocks,
+    SequenceOverflow,
+)
 from callboard.messages.events import RequestStats, StepStats
 from callboard.messages.requests import (
     Abort,
@@ -608,6 +614,166 @@ async def test_a_scheduler_that_is_born_paused_runs_nothing_until_it_is_unpaused
         nursery.cancel_scope.cancel()
 
 
+# Step by step.
+
+
+async def paused(stage: Stage) -> None:
+    assert (await stage.reply(Pause())).state is State.PAUSED
+
+
+async def test_so_many_steps_are_run_and_then_it_is_paused_again(stage: Stage) -> None:
+    await paused(stage)
+    await stage.submit("a")
+    asked = await stage.ask(Step(count=3))
+    for number in range(3):
+        assert asked.open
+        assert stage.cell.state is State.PAUSING
+        await stage.finish_step()
+        assert len(stage.output["a"]) == number + 1
+    assert asked.reply is not None
+    assert (asked.reply.verb, asked.reply.state) == ("step", State.PAUSED)
+    assert (asked.reply.steps, asked.reply.requests) == (3, 1)
+    assert (stage.step, stage.cell.state) == (None, State.PAUSED)
+
+
+async def test_a_request_can_be_stepped_to_its_end(stage: Stage) -> None:
+    await paused(stage)
+    await stage.submit("a", 3)
+    counts = []
+    while stage.counts != (0, 0, 0):
+        asked = await stage.ask(Step())
+        await stage.finish_step()
+        assert asked.reply is not None
+        counts.append(asked.reply.requests)
+    assert counts == [1, 1, 0]
+    assert stage.output["a"] == alone(PROMPT, 3)
+
+
+async def test_fewer_steps_are_run_when_there_is_nothing_left(stage: Stage) -> None:
+    await paused(stage)
+    idle = await stage.reply(Step(count=9))
+    await stage.submit("a", 2)
+    asked = await stage.ask(Step(count=9))
+    await stage.run()
+    assert (idle.done, idle.steps, idle.requests) == (True, 0, 0)
+    assert asked.reply is not None
+    assert (asked.reply.steps, asked.reply.requests) == (2, 0)
+
+
+async def test_what_runs_is_not_stepped(stage: Stage) -> None:
+    refused = await stage.reply(Step())
+    await stage.submit("a")
+    pausing = await stage.ask(Pause())
+    early = await stage.reply(Step())
+    assert (refused.refused, early.refused) == ("pause first", "pause first")
+    await stage.finish_step()
+    assert pausing.reply is not None
+    assert stage.step is None
+
+
+async def test_one_stepping_at_a_time(stage: Stage) -> None:
+    await paused(stage)
+    await stage.submit("a")
+    first = await stage.ask(Step(count=2))
+    assert (await stage.reply(Step())).refused == "pause first"
+    await stage.run()
+    assert first.reply is not None
+    assert first.reply.steps == 2
+
+
+async def test_a_pause_ends_the_stepping_and_both_are_answered(stage: Stage) -> None:
+    await paused(stage)
+    await stage.submit("a")
+    stepping = await stage.ask(Step(count=100))
+    await stage.finish_step()
+    pausing = await stage.ask(Pause())
+    assert stepping.open
+    assert pausing.open
+    await stage.finish_step()
+    assert stepping.reply is not None
+    assert pausing.reply is not None
+    assert (stepping.reply.steps, pausing.reply.state) == (2, State.PAUSED)
+    assert stage.step is None
+
+
+async def test_an_unpause_ends_the_stepping_and_it_runs(stage: Stage) -> None:
+    await paused(stage)
+    await stage.submit("a")
+    stepping = await stage.ask(Step(count=2))
+    await stage.reply(Unpause())
+    assert stepping.reply is not None
+    assert (stepping.reply.verb, stepping.reply.refused) == ("step", "unpaused meanwhile")
+    await stage.run()
+    assert stage.output["a"] == alone(PROMPT, 5)
+
+
+async def test_a_device_that_fails_in_a_step_leaves_the_stepping_answered(stage: Stage) -> None:
+    await paused(stage)
+    await stage.submit("a")
+    stepping = await stage.ask(Step(count=2))
+    await stage.finish_step()
+    await stage.new_device()  # in the second
+    await stage.settle()
+    assert stepping.reply is not None
+    assert (stepping.reply.steps, stepping.reply.state) == (1, State.PAUSED)
+    assert stage.step is None
+    await stage.reply(Unpause())
+    await stage.run()
+    assert stage.output["a"] == alone(PROMPT, 5)
+
+
+async def test_a_device_that_fails_before_its_step_is_waited_for() -> None:
+    async with open_stage(device=False) as stage:
+        await paused(stage)
+        await stage.submit("a")
+        stepping = await stage.ask(Step())
+        assert stepping.open
+        await stage.new_device()
+        await stage.settle()
+        await stage.finish_step()
+        assert stepping.reply is not None
+        assert stepping.reply.steps == 1
+
+
+async def test_no_step_is_begun_when_nobody_waits_for_it_any_more(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    await paused(stage)
+    await stage.submit("a")
+    with pytest.raises(DeadlineExceeded):
+        await stage.ref.ask(Step(count=100), timeout=5.0)
+    await stage.settle()
+    await stage.finish_step()
+    assert (stage.step, stage.cell.state) == (None, State.PAUSED)
+    assert len(stage.output["a"]) == 1
+
+
+async def test_what_waited_for_the_end_of_a_drain_can_be_stepped(stage: Stage) -> None:
+    await stage.new_device(max_rows=1)
+    for name in "ab":
+        await stage.submit(name, 2)
+    await stage.ask(Pause(mode=PauseMode.DRAIN))
+    await stage.run()
+    assert list(stage.ends) == ["a"]
+    await stage.ask(Step(count=2))
+    await stage.run()
+    assert list(stage.ends) == ["a", "b"]
+
+
+async def test_a_chunk_of_a_prompt_is_a_step() -> None:
+    async with open_stage(prefill_chunk_tokens=4) as stage:
+        await paused(stage)
+        await stage.submit("a", 1, prompt=range(10))
+        asked = await stage.ask(Step(count=2))
+        await stage.run()
+        assert asked.reply is not None
+        assert (asked.reply.steps, asked.reply.requests) == (2, 1)
+        assert stage.output["a"] == []
+        await stage.ask(Step())
+        await stage.run()
+        assert stage.output["a"] == alone(range(10), 1)
+
+
 # Pause, and what becomes of those that run.
 
 
@@ -1024,8 +1190,9 @@ class Director:
             self.unpause,
             self.suspend,
             self.crash,
+            self.step,
         ]
-        weights = [6, 6, 2, 8, 8, 8, 8, 2, 3, 1, 1]
+        weights = [6, 6, 2, 8, 8, 8, 8, 2, 3, 1, 1, 6]
         (scene,) = self.rng.choices(scenes, weights)
         await scene()
         if self.pause is not None and self.pause.reply is not None:
@@ -1058,6 +1225,11 @@ class Director:
     async def unpause(self) -> None:
         await self.stage.reply(Unpause())
         self.stopped, self.pause = False, None
+
+    async def step(self) -> None:
+        if self.stopped:
+            self.pause = await self.stage.ask(Step(count=self.rng.randint(1, 4)))
+            self.stopped = False
 
     async def suspend(self) -> None:
         reply = await self.stage.reply(Suspend())

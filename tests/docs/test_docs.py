@@ -33,7 +33,7 @@ NUMBER = r"\d+(?:\.\d+)?"
 
 LANGUAGES = {"console", "python", "text", "toml"}
 
-RUN = {"abort", "generate", "pause", "resume", "status", "suspend", "unpause"}
+RUN = {"abort", "generate", "pause", "resume", "status", "step", "suspend", "unpause"}
 """The commands that are run with a real server; of the others only the options are checked."""
 
 START_S = 120

@@ -20,7 +20,8 @@ from callboard.messages.errors import RequestError, RequestFailed
 from callboard.messages.requests import FinishReason
 from callboard.messages.steps import RunStep, StepDone
 from callboard.supervision.app import ReplicaParts
-from callboard.supervision.engine import Engine, RequestStream, open_engine
+from callboard.supervision.engine import Engine, open_engine
+from callboard.supervision.stream import RequestStream
 
 EOS = 999
 

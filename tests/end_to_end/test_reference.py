@@ -8,7 +8,8 @@ import pytest
 import trio
 
 from callboard.messages.errors import RequestError
-from callboard.supervision.engine import Completion, Engine, open_engine
+from callboard.supervision.engine import Engine, open_engine
+from callboard.supervision.record import Completion
 
 LOGPROB_TOLERANCE = 2e-4
 

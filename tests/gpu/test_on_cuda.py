@@ -30,7 +30,8 @@ from callboard.messages.control import State
 from callboard.messages.errors import ConfigError
 from callboard.messages.steps import Admit, Continue, Grant, RowSampling, RunStep
 from callboard.supervision.default_model import default_model
-from callboard.supervision.engine import Completion, Engine, open_engine
+from callboard.supervision.engine import Engine, open_engine
+from callboard.supervision.record import Completion
 
 pytestmark = [
     pytest.mark.gpu,

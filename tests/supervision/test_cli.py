@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 
@@ -21,11 +22,11 @@ from callboard.actors.transport import ZmqNetwork
 from callboard.actors.zmq_socket import open_zmq_context
 from callboard.logs import ROOT
 from callboard.messages.control import ControlReply, StatusReply
-from callboard.messages.sampling import SamplingParams
+from callboard.messages.sampling import LogprobsMode, SamplingParams
 from callboard.messages.steps import RunStep, StepDone
 from callboard.supervision.app import ReplicaParts, replica, root
 from callboard.supervision.cli import main as cli
-from callboard.supervision.engine import connect
+from callboard.supervision.engine import Engine, connect
 from callboard.supervision.root import Address
 from callboard.supervision.settings import Settings
 from callboard.version import __version__
@@ -35,6 +36,7 @@ COMMANDS = [
     "generate",
     "pause",
     "unpause",
+    "step",
     "suspend",
     "resume",
     "stop",
@@ -238,12 +240,17 @@ def test_version_is_printed(run: Any) -> None:
         (["pause", "--mode", "nicely"], "keep"),
         (["pause", "--timeout", "soon"], "--timeout"),
         (["pause", "--timeout", "-1"], "--timeout"),
+        (["step", "0"], "N"),
+        (["step", "often"], "N"),
         (["suspend", "--kv", "some"], "drop"),
         (["status", "--wait", "happy"], "running"),
         (["status", "--connect", "localhost:7500"], "tcp://HOST:PORT"),
         (["abort"], "--all"),
         (["abort", "some-id", "--all"], "--all"),
         (["generate"], "PROMPT"),
+        (["generate", "hi", "--logit-bias", "7"], "ID=BIAS"),
+        (["generate", "hi", "--bad-tokens", "1;2"], "ID,ID,..."),
+        (["generate", "hi", "--logprobs-mode", "cooked"], "processed"),
         (["generate", "hi", "--connect", "ipc:///a", "--model", "b"], "exclude each other"),
         (["serve", "--replicas", "many"], "--replicas"),
     ],
@@ -334,6 +341,24 @@ def test_a_verb_can_say_it_as_json(
 
 def test_a_verb_can_be_repeated(run: Any, server: Server) -> None:
     assert [run("pause").code for _ in range(3)] == [0, 0, 0]
+
+
+def test_step_says_how_many_were_run(run: Any, server: Server) -> None:
+    run("pause")
+    with held_request(server.endpoint):
+        plain, as_json = run("step"), run("step", "7", "--json")
+
+    assert plain.code == 0
+    assert plain.out.startswith("step: now paused (")
+    assert plain.out.endswith("ms, 1 steps, 1 requests kept)\n")
+    assert (as_json.json["steps"], as_json.json["requests"]) == (1, 0)
+
+
+def test_what_runs_is_not_stepped(run: Any, server: Server) -> None:
+    result = run("step")
+
+    assert (result.code, result.out) == (1, "")
+    assert result.err == "callboard: step refused: the tree is running: pause first\n"
 
 
 def test_suspend_says_how_much_was_freed(run: Any, server: Server) -> None:
@@ -453,6 +478,86 @@ def test_generate_prints_a_json_object_a_line(run: Any, server: Server) -> None:
     assert [one["text"] for one in shown] == ["b", "y"]
     assert [one["token_ids"] for one in shown] == [[98], [121]]
     assert {one["finish_reason"] for one in shown} == {"length"}
+
+
+def test_generate_can_give_several_answers_to_each_prompt(run: Any, server: Server) -> None:
+    options = ["--max-tokens", "1", "--n", "2", "--seed", "5"]
+    plain = run("generate", "a", "x", *options)
+    as_json = run("generate", "a", *options, "--json")
+
+    assert plain.out.splitlines() == [
+        "'a' → 'b' (length)",
+        "'a' #1 → 'b' (length)",
+        "'x' → 'y' (length)",
+        "'x' #1 → 'y' (length)",
+    ]
+    shown = [json.loads(line) for line in as_json.out.splitlines()]
+    assert [(one["choice"], one["seed"]) for one in shown] == [(0, 5), (1, 6)]
+
+
+def test_generate_as_json_says_what_it_took(run: Any, server: Server) -> None:
+    shown = run("generate", "ab", "--max-tokens", "3", "--json").json
+
+    assert (shown["usage"]["prompt_tokens"], shown["usage"]["output_tokens"]) == (2, 3)
+    assert isinstance(shown["events"], list)
+    assert 0 < shown["time_to_first_token_s"] < shown["latency_s"]
+
+
+EVERY_FIELD = {
+    "temperature": (["--temperature", "0.5"], 0.5),
+    "top_k": (["--top-k", "7"], 7),
+    "top_p": (["--top-p", "0.9"], 0.9),
+    "min_p": (["--min-p", "0.1"], 0.1),
+    "seed": (["--seed", "3"], 3),
+    "max_tokens": (["--max-tokens", "9"], 9),
+    "min_tokens": (["--min-tokens", "2"], 2),
+    "stop": (["--stop", "x", "--stop", "y"], ("x", "y")),
+    "stop_token_ids": (["--stop-token-id", "5", "--stop-token-id", "6"], (5, 6)),
+    "include_stop": (["--include-stop"], True),
+    "ignore_eos": (["--ignore-eos"], True),
+    "skip_special_tokens": (["--special"], False),
+    "logprobs": (["--logprobs", "2"], 2),
+    "repetition_penalty": (["--repetition-penalty", "1.1"], 1.1),
+    "presence_penalty": (["--presence-penalty", "-0.5"], -0.5),
+    "frequency_penalty": (["--frequency-penalty", "0.5"], 0.5),
+    "logit_bias": (["--logit-bias", "7=-5", "--logit-bias", "8=0.5"], {7: -5.0, 8: 0.5}),
+    "bad_words": (["--bad-word", "no", "--bad-word", "never"], ("no", "never")),
+    "bad_token_ids": (["--bad-tokens", "1,2", "--bad-tokens", "3"], ((1, 2), (3,))),
+    "logprobs_mode": (["--logprobs-mode", "processed"], LogprobsMode.PROCESSED),
+    "prompt_logprobs": (["--prompt-logprobs", "0"], 0),
+}
+
+
+@pytest.fixture
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[SamplingParams]:
+    """Take note of the parameters of what is generated, and generate nothing."""
+    asked: list[SamplingParams] = []
+
+    async def generate(engine: Any, prompts: Any, params: SamplingParams, **options: Any) -> Any:
+        asked.append(params)
+        return []
+
+    monkeypatch.setattr(Engine, "generate", generate)
+    return asked
+
+
+def test_every_sampling_parameter_has_an_option(
+    run: Any, server: Server, asked_for: list[SamplingParams]
+) -> None:
+    words = [word for option, _ in EVERY_FIELD.values() for word in option]
+
+    run("generate", "a", "--json", *words)
+
+    [params] = asked_for
+    assert msgspec.structs.asdict(params) == {name: one for name, (_, one) in EVERY_FIELD.items()}
+
+
+def test_without_options_generation_is_greedy_and_else_as_by_default(
+    run: Any, server: Server, asked_for: list[SamplingParams]
+) -> None:
+    run("generate", "a", "--json")
+
+    assert asked_for == [SamplingParams(temperature=0.0, max_tokens=128)]
 
 
 def test_generate_can_chat(run: Any, server: Server) -> None:

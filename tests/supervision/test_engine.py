@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 import callboard
 from callboard.actors.testing import ScriptedRunner
@@ -22,9 +23,10 @@ from callboard.messages.errors import (
     RequestFailed,
     SequenceOverflow,
     StartFailed,
+    UnknownRequest,
     Unreachable,
 )
-from callboard.messages.requests import ChatMessage, FinishReason, TextPrompt, TokenPrompt
+from callboard.messages.requests import ChatMessage, Delta, FinishReason, TextPrompt, TokenPrompt
 from callboard.messages.sampling import SamplingParams
 from callboard.messages.steps import RunStep, StepDone
 from callboard.supervision.app import ReplicaParts
@@ -42,11 +44,15 @@ class GatedRunner(ScriptedRunner):
         self.gate = threading.Event()
         self.gate.set()
         self.poison: int | None = None
+        self.fails_once = False
 
     def execute(self, step: RunStep) -> StepDone:
         assert self.gate.wait(10.0), "the test forgot to open the gate"
         if any(self.poison in unpack_ids(admit.prompt) for admit in step.admits):
             raise RuntimeError("the device is on fire")
+        if self.fails_once:
+            self.fails_once = False
+            raise RuntimeError("the device is out of order")
         return super().execute(step)
 
 
@@ -113,6 +119,13 @@ async def all_is_free(engine: Engine) -> bool:
     )
 
 
+async def eventually_free(engine: Engine) -> bool:
+    """Wait until no request holds anything; the test's time is the limit."""
+    while not await all_is_free(engine):
+        await trio.lowlevel.checkpoint()
+    return True
+
+
 # Requests
 
 
@@ -143,6 +156,48 @@ async def test_a_stream_knows_its_prompt_and_seed_once_it_is_accepted(engine: En
     async with engine.submit([5], max_tokens=1, seed=77) as stream:
         assert stream.prompt_token_ids == [5]
         assert stream.seed == 77
+
+
+async def test_a_stream_shows_what_is_known_before_it_is_read(engine: Engine) -> None:
+    async with engine.submit([5], max_tokens=3) as stream:
+        await stream.wait_ended()
+
+        assert stream.record.token_ids == [6, 7, 8]
+        assert [unpack_ids(delta.token_ids) async for delta in stream] == [[6], [7], [8]]
+
+
+async def test_a_completion_is_whole_also_where_some_of_it_had_been_read(engine: Engine) -> None:
+    async with engine.submit([5], max_tokens=3) as stream:
+        await anext(stream)
+
+        answer = await stream.completion()
+
+    assert answer.token_ids == [6, 7, 8]
+
+
+async def test_a_completion_says_what_it_took(engine: Engine) -> None:
+    [answer] = await engine.generate([[5, 6]], max_tokens=3)
+
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.output_tokens) == (2, 3)
+    assert answer.time_to_first_token_s is not None
+    assert answer.time_per_output_token_s is not None
+    to_last = answer.time_to_first_token_s + 2 * answer.time_per_output_token_s
+    assert 0 < answer.time_to_first_token_s < to_last <= answer.latency_s < 20
+
+
+async def test_a_server_that_talks_nonsense_fails_the_request_and_is_told_to_free_it(
+    engine: Engine,
+) -> None:
+    await engine.pause()
+    async with engine.submit([5], max_tokens=3, request_id="mine") as stream:
+        engine._take(Delta(request_id="mine", start=7, token_ids=b"\x05\0\0\0"))
+
+        with pytest.raises(RequestFailed, match="tokens 7 to 8 does not go on from 0"):
+            await stream.completion()
+    await engine.unpause()
+
+    assert await eventually_free(engine)
 
 
 async def test_options_go_on_top_of_parameters(engine: Engine) -> None:
@@ -334,6 +389,20 @@ async def test_cancelling_whoever_reads_a_stream_frees_what_it_held(engine: Engi
     assert await all_is_free(engine)
 
 
+async def test_cancelling_who_waits_to_be_heard_takes_no_time(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_credit(message: Any) -> None:
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(engine._connection, "send", no_credit)
+
+    with trio.fail_after(5.0), trio.move_on_after(0.05):
+        await engine.generate([[5], [6]], n=3, max_tokens=3)
+
+    assert engine.num_open == 0
+
+
 async def test_a_request_can_be_aborted_by_its_id(engine: Engine) -> None:
     await engine.pause()
     async with engine.submit([5], request_id="mine") as stream, engine.submit([6]) as other:
@@ -386,6 +455,265 @@ async def test_a_request_that_keeps_killing_the_device_is_failed_by_name(
         answer = await other.completion()
 
     assert answer.token_ids == list(range(8, 18))
+
+
+# Choices
+
+
+@pytest.fixture
+def seeds() -> "SeedRunner":
+    return SeedRunner()
+
+
+class SeedRunner(ScriptedRunner):
+    """A runner whose every token is drawn with the request's seed."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=1024, max_rows=256, max_step_tokens=1024)
+        self.seeds: list[int] = []
+
+    def execute(self, step: RunStep) -> StepDone:
+        self.seeds += [admit.sampling.seed for admit in step.admits]
+        return super().execute(step)
+
+
+async def test_several_choices_of_each_prompt_come_in_order(seeds: "SeedRunner") -> None:
+    async with opened(seeds) as engine:
+        answers = await engine.generate([[5], [9]], n=3, seed=40, max_tokens=2)
+
+    assert [(one.choice, one.seed, one.token_ids) for one in answers] == [
+        (choice, 40 + choice, [first, first + 1]) for first in (6, 10) for choice in range(3)
+    ]
+    assert sorted(seeds.seeds) == [40, 40, 41, 41, 42, 42]
+
+
+async def test_choices_without_a_seed_get_one_each(engine: Engine) -> None:
+    answers = await engine.generate([[5]], n=4, max_tokens=1)
+
+    assert len({one.seed for one in answers}) == 4
+
+
+async def test_choices_stream_as_they_come_and_have_ids_of_their_own(engine: Engine) -> None:
+    tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    async with engine.submit_choices([5], n=3, request_id="mine", max_tokens=3) as choices:
+        async for choice, delta in choices:
+            tokens[choice] += unpack_ids(delta.token_ids)
+
+    assert tokens == {choice: [6, 7, 8] for choice in range(3)}
+    assert choices.request_ids == ["mine", "mine#1", "mine#2"]
+    assert [record.token_ids for record in choices.records] == [[6, 7, 8]] * 3
+
+
+async def test_the_completions_of_choices_are_whole_and_in_order(engine: Engine) -> None:
+    async with engine.submit_choices([5], n=3, max_tokens=3, seed=2**63 - 2) as choices:
+        await anext(choices)
+        answers = await choices.completions()
+
+    assert [one.choice for one in answers] == [0, 1, 2]
+    assert [one.seed for one in answers] == [2**63 - 2, 2**63 - 1, 0]
+    assert [one.token_ids for one in answers] == [[6, 7, 8]] * 3
+
+
+async def test_leaving_the_choices_early_aborts_them_all(engine: Engine) -> None:
+    async with engine.submit_choices([5], n=5, max_tokens=200) as choices:
+        async for _ in choices:
+            break
+
+    assert engine.num_open == 0
+    assert {record.finish_reason for record in choices.records} == {FinishReason.ABORT}
+    assert await all_is_free(engine)
+
+
+async def test_cancelling_whoever_opens_choices_aborts_them_all(
+    engine: Engine, runner: GatedRunner
+) -> None:
+    await engine.pause()
+    with trio.move_on_after(0.05) as scope:
+        async with engine.submit_choices([5], n=5, max_tokens=200) as choices:
+            await choices.completions()
+
+    assert scope.cancelled_caught
+    assert await all_is_free(engine)
+
+
+async def test_a_choice_that_fails_ends_the_choices(engine: Engine) -> None:
+    await engine.pause()
+    async with engine.submit_choices([5], n=3, request_id="mine", max_tokens=200) as choices:
+        engine._take(Delta(request_id="mine#1", start=9, token_ids=b"\x05\0\0\0"))
+        with pytest.raises(RequestFailed, match="does not go on"):
+            await choices.completions()
+
+    assert engine.num_open == 0
+    await engine.unpause()
+    assert await eventually_free(engine)
+
+
+async def test_choices_are_refused_together(engine: Engine) -> None:
+    await engine.pause()
+    async with engine.submit([7], request_id="mine#2", max_tokens=3) as other:
+        with pytest.raises(RequestError, match="mine#2 is in use"):
+            async with engine.submit_choices([5], n=4, request_id="mine", max_tokens=3):
+                pass
+        assert engine.num_open == 1
+        await engine.unpause()
+
+        assert (await other.completion()).token_ids == [8, 9, 10]
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+async def test_no_choice_of_a_wrong_seed_runs(engine: Engine, seed: int) -> None:
+    answers = await engine.generate([[5]], n=3, seed=seed, max_tokens=1, return_errors=True)
+
+    assert [getattr(answer, "field", None) for answer in answers] == ["seed"] * 3
+
+
+@pytest.mark.parametrize("n", [0, -1, 129, 512, 1.5, True, "two"])
+async def test_a_prompt_has_a_bounded_number_of_choices(engine: Engine, n: Any) -> None:
+    with pytest.raises(RequestError) as refused:
+        await engine.generate([[5]], n=n)
+    with pytest.raises(RequestError) as again:
+        engine.submit_choices([5], n=n)
+
+    assert (refused.value.field, refused.value.allowed) == ("n", "1 to 128")
+    assert again.value.field == "n"
+
+
+async def test_many_choices_of_one_prompt_all_come(seeds: "SeedRunner") -> None:
+    with trio.fail_after(20.0):
+        async with opened(seeds) as engine:
+            answers = await engine.generate([list(range(30))], n=128, seed=0, max_tokens=5)
+
+    assert [one.choice for one in answers] == list(range(128))
+    assert [one.seed for one in answers] == list(range(128))
+    assert {tuple(one.token_ids) for one in answers} == {(30, 31, 32, 33, 34)}
+
+
+# The facade
+
+
+async def test_a_bad_prompt_can_leave_the_others_alone(engine: Engine) -> None:
+    prompts: list[Any] = [[5], [1000], "text", None, [6]]
+
+    first, *bad, last = await engine.generate(prompts, n=2, max_tokens=2, return_errors=True)
+
+    assert isinstance(last, callboard.Completion)
+    assert isinstance(first, callboard.Completion)
+    assert (first.token_ids, last.token_ids) == ([6, 7], [7, 8])
+    assert isinstance(bad[0], callboard.Completion)
+    assert isinstance(bad[-1], callboard.Completion)
+    assert [getattr(error, "field", None) for error in bad[1:-1]] == ["prompt"] * 6
+
+
+async def test_an_added_request_runs_without_a_reader(engine: Engine) -> None:
+    request = await engine.add_request("mine", [5], max_tokens=200)
+
+    await request.wait_ended()
+
+    assert request.record.token_ids == list(range(6, 206))
+    assert (await request.completion()).id == "mine"
+
+
+async def test_an_added_request_has_been_accepted_or_refused_on_return(engine: Engine) -> None:
+    await engine.pause()
+
+    request = await engine.add_request("mine", [5], SamplingParams(max_tokens=3), seed=77)
+    for prompt, request_id in (([1000], "other"), ([5], "mine"), ([5], "")):
+        with pytest.raises(RequestError):
+            await engine.add_request(request_id, prompt)
+
+    assert (request.prompt_token_ids, request.seed) == ([5], 77)
+    assert engine.num_open == 1
+
+
+async def test_an_added_request_can_be_closed(engine: Engine) -> None:
+    await engine.pause()
+    request = await engine.add_request("mine", [5], max_tokens=3)
+
+    await request.aclose()
+    await request.aclose()
+
+    assert request.finish_reason is FinishReason.ABORT
+    assert await all_is_free(engine)
+
+
+async def test_an_open_request_is_found_by_its_id(engine: Engine) -> None:
+    await engine.pause()
+    request = await engine.add_request("mine", [5], max_tokens=3)
+
+    assert engine.get_request("mine") is request
+    assert (engine.num_open, engine.has_unfinished_requests()) == (1, True)
+
+
+async def test_a_request_that_is_not_open_is_a_key_error_that_says_so(engine: Engine) -> None:
+    request = await engine.add_request("mine", [5], max_tokens=3)
+    await request.wait_ended()
+
+    with pytest.raises(UnknownRequest, match="no request 'mine' is open here") as unknown:
+        engine.get_request("mine")
+
+    assert isinstance(unknown.value, KeyError)
+    assert str(unknown.value).startswith("no request")
+    assert (engine.num_open, engine.has_unfinished_requests()) == (0, False)
+
+
+async def cached_blocks(engine: Engine) -> Any:
+    """Return how many blocks hold prefixes that others may find."""
+    tree = (await engine.status()).tree
+    nodes = [tree]
+    for node in nodes:
+        nodes += node.children
+    [allocator] = [node for node in nodes if node.name.endswith("kv_allocator")]
+    return allocator.details["blocks_cached"]
+
+
+async def test_a_reset_ends_every_request_and_forgets_what_is_cached(engine: Engine) -> None:
+    await engine.generate([list(range(40))], max_tokens=2)
+    assert await cached_blocks(engine) > 0
+    requests = [await engine.add_request(f"{n}", [n], max_tokens=250) for n in range(30)]
+
+    ended = await engine.reset()
+
+    assert ended == 30
+    assert {request.finish_reason for request in requests} == {FinishReason.ABORT}
+    assert await cached_blocks(engine) == 0
+    assert await all_is_free(engine)
+    assert (await engine.status()).state is State.RUNNING
+    assert (await engine.generate([[5]], max_tokens=2))[0].token_ids == [6, 7]
+
+
+async def test_a_paused_engine_is_paused_after_a_reset(engine: Engine) -> None:
+    await engine.pause()
+    request = await engine.add_request("mine", [5], max_tokens=250)
+
+    ended = await engine.reset()
+
+    assert (ended, request.finish_reason) == (1, FinishReason.ABORT)
+    assert (await engine.status()).state is State.PAUSED
+    assert await all_is_free(engine)
+
+
+async def test_a_suspended_engine_is_not_reset(engine: Engine) -> None:
+    await engine.suspend()
+    request = await engine.add_request("mine", [5], max_tokens=3)
+
+    with pytest.raises(ControlRefused, match="reset: the tree is suspended: resume first"):
+        await engine.reset()
+    await engine.resume()
+
+    assert (await request.completion()).token_ids == [6, 7, 8]
+
+
+async def test_a_reset_whose_time_is_over_says_so(engine: Engine, runner: GatedRunner) -> None:
+    runner.gate.clear()
+    request = await engine.add_request("mine", [5], max_tokens=3)
+
+    with pytest.raises(DeadlineExceeded):
+        await engine.reset(timeout=0.3)
+    runner.gate.set()
+    await engine.resume()
+
+    assert request.finish_reason is FinishReason.ABORT
+    assert (await engine.status()).state is State.RUNNING
 
 
 # Control
@@ -510,6 +838,158 @@ async def test_wait_for_returns_when_the_state_is_reached(engine: Engine) -> Non
 async def test_wait_for_says_what_it_saw_when_the_time_is_over(engine: Engine) -> None:
     with pytest.raises(DeadlineExceeded, match=r"not paused within 0\.2 s, but running"):
         await engine.wait_for(State.PAUSED, timeout=0.2)
+
+
+# Step by step
+
+
+async def test_a_step_runs_one_forward_pass_and_the_engine_is_paused_again(
+    engine: Engine, runner: GatedRunner
+) -> None:
+    await engine.pause()
+    request = await engine.add_request("mine", [5], max_tokens=3)
+
+    reply = await engine.step()
+
+    assert unpack_ids((await anext(request)).token_ids) == [6]
+    assert (reply.steps, reply.requests, reply.state) == (1, 1, State.PAUSED)
+    assert (runner.steps, (await engine.status()).state) == (1, State.PAUSED)
+
+
+async def test_an_engine_can_be_stepped_until_nothing_is_open(engine: Engine) -> None:
+    await engine.pause()
+    requests = [await engine.add_request(f"{n}", [n], max_tokens=n) for n in (1, 5, 3)]
+    steps = 0
+    while engine.has_unfinished_requests():
+        steps += (await engine.step()).steps
+
+    assert steps == 5
+    assert [request.record.num_tokens for request in requests] == [1, 5, 3]
+    assert await all_is_free(engine)
+
+
+async def test_as_many_steps_run_as_there_is_work_for(engine: Engine) -> None:
+    await engine.pause()
+    request = await engine.add_request("mine", [5], max_tokens=3)
+
+    replies = [await engine.step(100), await engine.step(100)]
+
+    await request.wait_ended()
+    assert [(reply.steps, reply.requests) for reply in replies] == [(3, 0), (0, 0)]
+
+
+async def test_stepping_and_running_make_the_same(engine: Engine) -> None:
+    await engine.pause()
+    request = await engine.add_request("mine", [5], max_tokens=100)
+    await engine.step(40)
+    await engine.unpause()
+
+    assert (await request.completion()).token_ids == list(range(6, 106))
+
+
+async def test_a_running_engine_is_not_stepped(engine: Engine) -> None:
+    with pytest.raises(ControlRefused, match="step: the tree is running: pause first"):
+        await engine.step()
+
+
+async def test_a_suspended_engine_is_not_stepped(engine: Engine) -> None:
+    await engine.pause()
+    await engine.suspend()
+
+    with pytest.raises(ControlRefused, match="step: the tree is suspended: resume first"):
+        await engine.step()
+
+    await engine.resume()
+    assert (await engine.step()).done
+
+
+@pytest.mark.parametrize("count", [0, -3])
+async def test_a_number_of_steps_is_one_or_more(engine: Engine, count: int) -> None:
+    await engine.pause()
+
+    with pytest.raises(ControlRefused, match=f"count is {count}, and must be 1 or more"):
+        await engine.step(count)
+
+
+async def test_verbs_that_come_during_a_step_are_answered_after_it(
+    engine: Engine, runner: GatedRunner
+) -> None:
+    await engine.pause()
+    request = await engine.add_request("mine", [5], max_tokens=5)
+    runner.gate.clear()
+    replies: dict[str, Any] = {}
+
+    async def send(name: str, verb: Any) -> None:
+        replies[name] = await verb()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(send, "step", lambda: engine.step(2))
+        await engine.wait_for(State.PAUSING, timeout=5.0)
+        for name, verb in (
+            ("pause", engine.pause),
+            ("unpause", engine.unpause),
+            ("status", engine.status),
+        ):
+            nursery.start_soon(send, name, verb)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+        assert list(replies) == ["status"]
+        runner.gate.set()
+
+    assert (replies["step"].steps, replies["step"].state) == (2, State.PAUSED)
+    assert replies["pause"].state is State.PAUSED
+    assert replies["unpause"].state is State.RUNNING
+    assert (await request.completion()).token_ids == [6, 7, 8, 9, 10]
+
+
+async def test_a_device_that_fails_in_a_step_is_back_and_paused_when_that_is_answered(
+    engine: Engine, runner: GatedRunner
+) -> None:
+    await engine.pause()
+    request = await engine.add_request("mine", [5], max_tokens=5)
+    await engine.step()
+    runner.fails_once = True
+
+    reply = await engine.step(1)
+
+    assert (reply.done, reply.steps, reply.requests) == (True, 0, 1)
+    assert reply.state is State.PAUSED
+    assert (await engine.step(2)).steps == 2
+    await engine.unpause()
+    assert (await request.completion()).token_ids == [6, 7, 8, 9, 10]
+
+
+async def test_who_does_not_step_in_time_is_named_and_pauses_after_what_is_under_way(
+    engine: Engine, runner: GatedRunner
+) -> None:
+    await engine.pause()
+    await engine.add_request("mine", [5], max_tokens=50)
+    runner.gate.clear()
+
+    with pytest.raises(DeadlineExceeded, match="replica-0/scheduler"):
+        await engine.step(30, timeout=0.3)
+    assert (await engine.status()).state is State.PAUSING
+    with pytest.raises(ControlRefused, match="the tree is pausing: pause first"):
+        await engine.step()
+    runner.gate.set()
+
+    assert (await engine.pause()).state is State.PAUSED
+    assert runner.steps == 1
+
+
+async def test_every_replica_steps() -> None:
+    made = ReplicaParts(
+        make_runner=GatedRunner, codec=None, text_for=None, vocab_size=1000, eos_token_ids=()
+    )
+
+    async with open_engine(parts=made, replicas=3) as engine:
+        await engine.pause()
+        for n in range(6):
+            await engine.add_request(f"{n}", [n], max_tokens=9)
+        reply = await engine.step(2)
+
+        steps = {child.name: child.steps for child in reply.children if child.steps}
+        assert steps == {f"replica-{n}/scheduler": 2 for n in range(3)}
+        assert (reply.steps, reply.requests) == (6, 6)
 
 
 # Stop

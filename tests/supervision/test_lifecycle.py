@@ -11,6 +11,7 @@ from callboard.messages.control import (
     PauseMode,
     Resume,
     State,
+    Step,
     Stop,
     Suspend,
     Unpause,
@@ -20,12 +21,13 @@ from callboard.messages.control import (
 from callboard.supervision.lifecycle import Desired, Lifecycle, Plan
 
 PAUSE, UNPAUSE, SUSPEND, RESUME, STOP = Pause(), Unpause(), Suspend(), Resume(), Stop()
+STEP = Step(count=3)
 DEEPER = Suspend(weights=WeightsLevel.DISCARD)
 
 NOTHING: tuple[Verb, ...] = ()
 REFUSED = None
 
-# What is relayed for PAUSE, UNPAUSE, SUSPEND, SUSPEND at other levels, RESUME and STOP.
+# What is relayed for PAUSE, UNPAUSE, SUSPEND, SUSPEND at other levels, RESUME, STOP and STEP.
 TABLE: dict[State, tuple[tuple[Verb, ...] | None, ...]] = {
     State.STARTING: (
         (PAUSE,),
@@ -34,8 +36,17 @@ TABLE: dict[State, tuple[tuple[Verb, ...] | None, ...]] = {
         (PAUSE, DEEPER),
         NOTHING,
         (STOP,),
+        REFUSED,
     ),
-    State.RUNNING: ((PAUSE,), NOTHING, (PAUSE, SUSPEND), (PAUSE, DEEPER), NOTHING, (STOP,)),
+    State.RUNNING: (
+        (PAUSE,),
+        NOTHING,
+        (PAUSE, SUSPEND),
+        (PAUSE, DEEPER),
+        NOTHING,
+        (STOP,),
+        REFUSED,
+    ),
     State.PAUSING: (
         (PAUSE,),
         (UNPAUSE,),
@@ -43,8 +54,9 @@ TABLE: dict[State, tuple[tuple[Verb, ...] | None, ...]] = {
         (PAUSE, DEEPER),
         NOTHING,
         (STOP,),
+        REFUSED,
     ),
-    State.PAUSED: (NOTHING, (UNPAUSE,), (SUSPEND,), (DEEPER,), NOTHING, (STOP,)),
+    State.PAUSED: (NOTHING, (UNPAUSE,), (SUSPEND,), (DEEPER,), NOTHING, (STOP,), (STEP,)),
     State.UNPAUSING: (
         (PAUSE,),
         (UNPAUSE,),
@@ -52,16 +64,17 @@ TABLE: dict[State, tuple[tuple[Verb, ...] | None, ...]] = {
         (PAUSE, DEEPER),
         (UNPAUSE,),
         (STOP,),
+        REFUSED,
     ),
-    State.SUSPENDING: (NOTHING, REFUSED, (SUSPEND,), REFUSED, (RESUME, UNPAUSE), (STOP,)),
-    State.SUSPENDED: (NOTHING, REFUSED, NOTHING, REFUSED, (RESUME, UNPAUSE), (STOP,)),
-    State.RESUMING: (NOTHING, REFUSED, (SUSPEND,), REFUSED, (RESUME, UNPAUSE), (STOP,)),
-    State.STOPPING: (REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, (STOP,)),
-    State.STOPPED: (REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, NOTHING),
-    State.FAILED: (REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED),
+    State.SUSPENDING: (NOTHING, REFUSED, (SUSPEND,), REFUSED, (RESUME, UNPAUSE), (STOP,), REFUSED),
+    State.SUSPENDED: (NOTHING, REFUSED, NOTHING, REFUSED, (RESUME, UNPAUSE), (STOP,), REFUSED),
+    State.RESUMING: (NOTHING, REFUSED, (SUSPEND,), REFUSED, (RESUME, UNPAUSE), (STOP,), REFUSED),
+    State.STOPPING: (REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, (STOP,), REFUSED),
+    State.STOPPED: (REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, NOTHING, REFUSED),
+    State.FAILED: (REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED),
 }
 
-VERBS: tuple[Verb, ...] = (PAUSE, UNPAUSE, SUSPEND, DEEPER, RESUME, STOP)
+VERBS: tuple[Verb, ...] = (PAUSE, UNPAUSE, SUSPEND, DEEPER, RESUME, STOP, STEP)
 
 CELLS = [
     pytest.param(state, verb, wanted, id=f"{state}-{type(verb).__name__}-{number}")
@@ -136,8 +149,8 @@ def test_a_plan_changes_nothing(state: State, verb: Verb, wanted: tuple[Verb, ..
 
 
 @pytest.mark.parametrize("state", [State.RUNNING, State.PAUSED, State.SUSPENDED, State.STOPPED])
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_repeated_verb_has_no_further_effect(state: State, verb: Verb) -> None:
+@pytest.mark.parametrize("verb", VERBS[:-1])
+def test_a_repeated_verb_but_step_has_no_further_effect(state: State, verb: Verb) -> None:
     tree = tree_in(state)
     if obey(tree, verb).refused:
         return
@@ -255,6 +268,55 @@ def test_unpause_is_refused_while_suspended_with_what_to_do() -> None:
     assert "resume first" in tree_in(State.SUSPENDED).plan(UNPAUSE).refused
 
 
+def test_a_tree_is_paused_again_after_each_step() -> None:
+    tree = tree_in(State.PAUSED)
+
+    plans = [obey(tree, STEP) for _ in range(3)]
+
+    assert plans == [Plan(relay=(STEP,))] * 3
+    assert tree.state is State.PAUSED
+
+
+def test_a_step_of_which_a_part_was_late_is_on_its_way_to_paused() -> None:
+    tree = tree_in(State.PAUSED)
+
+    obey(tree, STEP, late=STEP)
+    refused = obey(tree, STEP).refused
+    again = obey(tree, PAUSE)
+
+    assert refused == "the tree is pausing: pause first"
+    assert again.relay == (PAUSE,)
+    assert tree.state is State.PAUSED
+
+
+def test_a_step_does_not_change_what_resume_returns_to() -> None:
+    tree = tree_in(State.PAUSED)
+    for verb in (STEP, SUSPEND, RESUME):
+        obey(tree, verb)
+
+    assert tree.state is State.PAUSED
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        (State.RUNNING, "the tree is running: pause first"),
+        (State.PAUSING, "the tree is pausing: pause first"),
+        (State.SUSPENDED, "the tree is suspended: resume first"),
+        (State.RESUMING, "the tree is suspended: resume first"),
+    ],
+)
+def test_a_step_that_is_refused_says_what_to_do_first(state: State, reason: str) -> None:
+    assert tree_in(state).plan(STEP).refused == reason
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_no_steps_at_all_are_refused(count: int) -> None:
+    refused = tree_in(State.PAUSED).plan(Step(count=count)).refused
+
+    assert refused == f"count is {count}, and must be 1 or more"
+
+
 @pytest.mark.parametrize("state", [State.STOPPING, State.STOPPED, State.FAILED])
 def test_a_refusal_at_the_end_names_the_state(state: State) -> None:
     assert str(state) in tree_in(state).plan(PAUSE).refused
@@ -298,6 +360,7 @@ def test_requests_may_be_given_any_time_to_drain(drain_s: float) -> None:
         ((PAUSE, SUSPEND, RESUME), Desired(paused=True)),
         ((PAUSE, SUSPEND, RESUME, UNPAUSE), Desired()),
         ((PAUSE, STOP), Desired(paused=True)),
+        ((PAUSE, STEP), Desired(paused=True)),
     ],
 )
 def test_the_desired_state_follows_the_verbs_that_were_sent(
@@ -336,8 +399,8 @@ class Part:
                 self.memory = False
             case Resume():
                 self.memory = True
-            case Stop():
-                raise AssertionError("nothing is stopped to bring it somewhere")
+            case Stop() | Step():
+                raise AssertionError("nothing is stopped or stepped to bring it somewhere")
 
 
 @pytest.mark.parametrize(("born", "desired"), list(itertools.product(DESIRED, DESIRED)))

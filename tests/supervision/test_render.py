@@ -14,9 +14,9 @@ from callboard.messages.control import (
     State,
     StatusReply,
 )
-from callboard.messages.requests import FinishReason
+from callboard.messages.requests import EventKind, FinishReason, RequestEvent, Usage
 from callboard.supervision.cli import render
-from callboard.supervision.engine import Completion
+from callboard.supervision.record import Completion
 
 ACK = ChildAck(name="replica-0/scheduler", state=State.PAUSED, requests=2)
 PAUSED = ControlReply(verb="pause", state=State.PAUSED, seconds=0.0123, requests=2, children=(ACK,))
@@ -126,25 +126,40 @@ def test_json_shows_what_is_inside_a_message_by_name_too(
     assert shown["replicas"][0]["restarts"] == 2
 
 
-def test_a_completion_shows_log_probabilities_only_when_they_were_asked_for() -> None:
+def test_json_has_null_for_what_is_no_number_there(capsys: pytest.CaptureFixture[str]) -> None:
+    render.as_json({"logprobs": [-0.5, float("-inf"), float("nan")]})
+
+    assert json.loads(printed(capsys)) == {"logprobs": [-0.5, None, None]}
+
+
+def test_a_completion_shows_what_is_known_and_was_asked_for() -> None:
     plain = Completion(
         id="a",
         prompt_token_ids=[1],
         token_ids=[2],
         text="x",
         finish_reason=FinishReason.LENGTH,
+        usage=Usage(prompt_tokens=1, cached_tokens=0, output_tokens=1),
+        events=[RequestEvent(kind=EventKind.QUEUED, at=5.5)],
+        latency_s=0.5,
     )
     asked = msgspec.structs.replace(plain, logprobs=[-0.5], top_logprobs=[[(2, -0.5)]])
 
     assert render.completion(plain) == {
         "id": "a",
+        "choice": 0,
         "prompt_token_ids": [1],
         "token_ids": [2],
         "text": "x",
         "finish_reason": "length",
+        "seed": 0,
+        "usage": {"prompt_tokens": 1, "cached_tokens": 0, "output_tokens": 1},
+        "events": [{"kind": "queued", "at": 5.5}],
+        "weights_version": 0,
+        "latency_s": 0.5,
     }
     assert render.completion(asked)["logprobs"] == [-0.5]
-    assert render.completion(asked)["top_logprobs"] == [[(2, -0.5)]]
+    assert render.completion(asked)["top_logprobs"] == [[[2, -0.5]]]
 
 
 def test_a_complaint_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from callboard.messages.control import (
     Resume,
     State,
     StatusReply,
+    Step,
     Stop,
     Suspend,
     Unpause,
@@ -58,6 +59,7 @@ class Script:
         self.verb_s = 0.0
         self.deaf = False
         self.frees = 0
+        self.steps = 0
         self.details: dict[str, int | float | str] = {}
         self.abort: AbortReply | Exception = AbortReply(aborted=3)
 
@@ -85,7 +87,7 @@ class Part(Actor[AbortRequests]):
             self.defer()
             return None
         await trio.sleep(self._script.verb_s)
-        return self.ack(verb, bytes_freed=self._script.frees)
+        return self.ack(verb, bytes_freed=self._script.frees, steps=self._script.steps)
 
     def details(self) -> dict[str, int | float | str]:
         return self._script.details
@@ -187,12 +189,22 @@ async def test_every_verb_is_answered_with_the_state_it_led_to(
     autojump_clock: MockClock, theatre: Theatre
 ) -> None:
     operator = await theatre.open("a")
-    verbs: list[Verb] = [Pause(), Unpause(), Pause(), Suspend(), Resume(), Unpause(), Stop()]
+    verbs: list[Verb] = [
+        Pause(),
+        Step(),
+        Unpause(),
+        Pause(),
+        Suspend(),
+        Resume(),
+        Unpause(),
+        Stop(),
+    ]
 
     replies = [await ask(operator, verb) for verb in verbs]
 
     assert [(reply.verb, str(reply.state)) for reply in replies] == [
         ("pause", "paused"),
+        ("step", "paused"),
         ("unpause", "running"),
         ("pause", "paused"),
         ("suspend", "suspended"),
@@ -228,6 +240,37 @@ async def test_an_illegal_verb_is_refused_and_not_relayed(
     assert reply.refused == "the tree is suspended: resume first"
     assert reply.state is State.SUSPENDED
     assert theatre.diary == []
+
+
+async def test_a_step_is_relayed_each_time_and_only_while_paused(
+    autojump_clock: MockClock, theatre: Theatre
+) -> None:
+    theatre.scripts["a"].steps = 2
+    operator = await theatre.open("a")
+    running = await ask(operator, Step())
+    await ask(operator, Pause())
+    paused = [await ask(operator, Step(count=5)) for _ in range(2)]
+    await ask(operator, Suspend())
+    suspended = await ask(operator, Step())
+
+    assert running.refused == "the tree is running: pause first"
+    assert [(reply.done, reply.steps) for reply in paused] == [(True, 2)] * 2
+    assert suspended.refused == "the tree is suspended: resume first"
+    assert theatre.diary == [Pause(), Step(count=5), Step(count=5), Suspend()]
+
+
+async def test_the_tree_is_pausing_while_it_steps(
+    autojump_clock: MockClock, theatre: Theatre
+) -> None:
+    operator = await theatre.open("a")
+    await ask(operator, Pause())
+    theatre.scripts["a"].deaf = True
+
+    late = await ask(operator, Step(), timeout=2.0)
+    theatre.scripts["a"].deaf = False
+
+    assert (late.late, late.state) == (("a",), State.PAUSING)
+    assert (await ask(operator, Pause())).state is State.PAUSED
 
 
 async def test_suspend_pauses_first_and_says_what_was_freed(

@@ -22,9 +22,10 @@ from callboard.messages.errors import (
     Unreachable,
 )
 from callboard.messages.requests import FinishReason
-from callboard.supervision.engine import Engine, RequestStream, connect
+from callboard.supervision.engine import Engine, connect
 from callboard.supervision.serve import serve
 from callboard.supervision.settings import Settings
+from callboard.supervision.stream import RequestStream
 
 pytestmark = pytest.mark.usefixtures("scripted_replicas")
 
@@ -133,6 +134,19 @@ async def test_a_server_says_where_it_is_ready_serves_and_stops_when_told(folder
     assert left_in(folder) == []
 
 
+async def test_the_processes_of_all_replicas_step(folder: Path) -> None:
+    async with ready(folder, replicas=2) as (_, engine):
+        await engine.pause()
+        requests = [await engine.add_request(f"{n}", [n], max_tokens=9) for n in range(4)]
+
+        reply = await engine.step(3)
+
+        assert (reply.steps, reply.requests, reply.state) == (6, 4, State.PAUSED)
+        assert [await read(request, 3) for request in requests] == [
+            [n + 1, n + 2, n + 3] for n in range(4)
+        ]
+
+
 async def test_a_port_of_zero_is_filled_in(folder: Path) -> None:
     async with running(folder, listen="tcp://127.0.0.1:0") as server:
         await server.says("ready at tcp://127.0.0.1:")
@@ -215,12 +229,12 @@ async def test_the_first_signal_lets_open_requests_finish(
 ) -> None:
     async with ready(folder) as (server, engine):
         async with engine.submit([0], max_tokens=150) as stream:
-            first = await read(stream, 1)
+            await read(stream, 1)
             signal.raise_signal(number)
             answer = await stream.completion()
         await server.ended.wait()
 
-    assert first + answer.token_ids == list(range(1, 151))
+    assert answer.token_ids == list(range(1, 151))
     assert any(number.name in line for line in server.said)
 
 

@@ -20,6 +20,7 @@ from callboard.messages.control import (
     Pause,
     Resume,
     State,
+    Step,
     Stop,
     Suspend,
     Unpause,
@@ -69,6 +70,7 @@ class Script:
         self.answer: ControlReply | None = None
         self.stop_s = 0.0
         self.frees = 0
+        self.steps = 0
 
 
 class Part(Actor[Crash | Leave | Work | Where]):
@@ -129,6 +131,9 @@ class Part(Actor[Crash | Leave | Work | Where]):
     async def on_drain(self, verb: Stop) -> ControlReply | None:
         return await self._obey(verb)
 
+    async def on_step(self, verb: Step) -> ControlReply | None:
+        return await self._obey(verb)
+
     async def _obey(self, verb: Verb) -> ControlReply | None:
         kind = type(verb)
         self._note(kind.__name__.lower())
@@ -141,7 +146,7 @@ class Part(Actor[Crash | Leave | Work | Where]):
         await trio.sleep(self._script.verb_s)
         if self._script.answer is not None:
             return self._script.answer
-        return self.ack(verb, bytes_freed=self._script.frees, requests=1)
+        return self.ack(verb, bytes_freed=self._script.frees, requests=1, steps=self._script.steps)
 
 
 class Stage:
@@ -659,7 +664,7 @@ async def test_a_child_that_dies_before_all_are_up_is_restarted_then(
 # Verbs
 
 
-PAUSES: list[Verb] = [Pause(), Suspend(), Stop()]
+PAUSES: list[Verb] = [Pause(), Suspend(), Stop(), Step()]
 GOES_ON: list[Verb] = [Unpause(), Resume()]
 
 
@@ -714,6 +719,36 @@ async def test_acknowledgements_are_merged_with_every_leaf_by_name(
     assert (reply.verb, reply.state) == ("suspend", State.SUSPENDED)
     assert (reply.bytes_freed, reply.requests) == (6, 3)
     assert reply.done
+
+
+async def test_the_steps_of_all_are_added_up_and_told_of_each(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    await stage.play("a", stage.group("group", "b", "c"))
+    for number, name in enumerate("abc", start=1):
+        stage.scripts[name].steps = number
+    await stage.ask(Pause())
+
+    reply = await stage.ask(Step(count=3))
+
+    assert [(child.name, child.steps) for child in reply.children] == [("a", 1), ("b", 2), ("c", 3)]
+    assert (reply.verb, reply.state, reply.steps) == ("step", State.PAUSED, 6)
+    assert stage.cell.state is State.PAUSED
+
+
+async def test_a_child_that_dies_of_a_step_is_paused_and_not_stepped_again(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    stage.scripts["b"].dies_of = Step
+    await stage.play("a", "b")
+    await stage.ask(Pause())
+
+    reply = await stage.ask(Step())
+
+    assert (reply.done, reply.verb, reply.state) == (True, "step", State.PAUSED)
+    assert sorted(stage.seen("step")) == ["step a", "step b"]
+    assert stage.lives() == {"a": 1, "b": 2}
+    assert stage.system.cell("b").state is State.PAUSED
 
 
 async def test_a_refusal_is_passed_up(autojump_clock: MockClock, stage: Stage) -> None:
