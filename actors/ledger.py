@@ -13,7 +13,7 @@ import msgspec
 
 from callboard.actors.prompt_scores import PromptScores
 from callboard.gpu.prefix import BlockHash, extend_hashes, root_hash
-from callboard.messages.base import pack_floats, pack_ids
+from callboard.messages.base import pack_floats
 from callboard.messages.errors import Failure
 from callboard.messages.logprobs import TopLogprobs
 from callboard.messages.requests import (
@@ -197,7 +197,7 @@ class Request:
         return Delta(
             request_id=self.request_id,
             start=start,
-            token_ids=pack_ids((token_id,)),
+            token_ids=token_id.to_bytes(4, "little"),  # pack_ids takes three times as long for one
             text=text,
             logprobs=logprobs,
             top_logprobs=(top,) if self.params.logprobs else (),

@@ -52,6 +52,7 @@ class TextStream:
     ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._stop_starts = frozenset(text[0] for text in stop)
         self._include_stop = include_stop
         self._hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._min_tokens = min_tokens
@@ -89,7 +90,7 @@ class TextStream:
         if self._drops_space and text:
             self._drops_space = False
             text = text.removeprefix(" ")
-        if self._stop and text:
+        if self._stop and text and (self._held or not self._stop_starts.isdisjoint(text)):
             text = self._up_to_stop(text)
         self.num_characters += len(text)
         return text
