@@ -1,15 +1,4 @@
-"""What the rows of a batch are doing: the bookkeeping between one forward pass and the next.
-
-Rows stand without gaps, and what they do is told by where they stand:
-
-    0            num_paused                                            num_rows        max_rows
-    | paused     | decoding ...  | prefilling ...  | half prefilled   |   unused      |
-                 |<---------------------- active -------------------->|
-
-A paused row has filled its last block and waits for another; the oldest wait is first. The
-prompt of at most one row is prefilled over several steps: that row is the last one, and it sits
-out (query length 0) while no chunk of it was asked for. All other active rows sample a token in
-every step.
+"""The bookkeeping between one forward pass and the next: rows come, run, wait, resume and leave.
 
 Two callers drive it. The executor says what each step admits and grants; the blocks are somebody
 else's. An embedded script gives it a `BlockPool` and calls `add_request` and `update_requests`.
@@ -40,8 +29,9 @@ from callboard.gpu.admission import (
 from callboard.gpu.blocks import BlockPool
 from callboard.gpu.cache_spec import CacheSpec
 from callboard.gpu.caches import Caches
-from callboard.gpu.context_check import Regions, check_rows
+from callboard.gpu.context_check import check_rows
 from callboard.gpu.context_memory import ContextMemory
+from callboard.gpu.context_rows import ContextRows, HalfPrefilled
 from callboard.gpu.context_statistics import ContextStatistics
 from callboard.gpu.dimensions import BatchDimensions, BatchLimits
 from callboard.gpu.dummies import dummies_for
@@ -49,7 +39,7 @@ from callboard.gpu.memory import blocks_for
 from callboard.gpu.padding import Padding, StepShape, shape_in, unpadded
 from callboard.gpu.ragged import Lines
 from callboard.gpu.row_rules import RowRules
-from callboard.gpu.rows import NO_ROW, NO_TOKEN, Indices, RowTable
+from callboard.gpu.rows import NO_ROW, NO_TOKEN, Indices
 from callboard.gpu.sampling import SamplingRows
 from callboard.gpu.staging import Staging
 from callboard.gpu.step_inputs import StepInputs, StepRows, build_inputs, input_bytes
@@ -80,15 +70,8 @@ class UpdateOutcome(msgspec.Struct, frozen=True, kw_only=True):
     evicted: list[RowId]  # have left to make room, the newest wait first
 
 
-class _HalfPrefilled(msgspec.Struct, frozen=True):
-    """The last row, while chunks of its prompt are still to be asked for."""
-
-    row: RowId
-    prompt: npt.NDArray[np.int32]
-
-
-class DynamicContext:
-    """The rows of one executor; see the picture above.
+class DynamicContext(ContextRows):
+    """The rows of one executor, and the memory they stand in.
 
     Args:
         max_rows: places for rows, paused ones included.
@@ -122,11 +105,13 @@ class DynamicContext:
         paused_limit: int | None = None,
         graphs: Sequence[BatchDimensions] | None = None,
     ) -> None:
-        self.max_rows = max_rows
+        super().__init__(
+            max_rows=max_rows,
+            max_model_len=max_model_len,
+            block_tokens=block_tokens,
+            num_blocks=num_blocks,
+        )
         self.max_tokens = max_tokens
-        self.max_model_len = max_model_len
-        self.block_tokens = block_tokens
-        self.dummy = num_blocks - 1
         self._pool = pool
         self._paused_limit = paused_limit
         self._memory = ContextMemory(
@@ -136,13 +121,7 @@ class DynamicContext:
             num_states=max_rows if num_states is None else num_states,
             device=torch.device(device),
         )
-        max_blocks = blocks_for(max_model_len, block_tokens)
-        self._rows = RowTable(max_rows=max_rows, max_blocks=max_blocks, dummy=self.dummy)
         self._rules = RowRules()
-        self._num_rows = 0
-        self._num_paused = 0
-        self._half_prefilled: _HalfPrefilled | None = None
-        self._prefill_ids: dict[RowId, npt.NDArray[np.int32]] = {}  # chunks of the coming step
         self._padding: Padding | None = None
         self._staging = Staging(torch.device(device))
         if graphs is not None:
@@ -152,7 +131,9 @@ class DynamicContext:
                 max_model_len=max_model_len,
             )
             self._padding = Padding(graphs, limits, strict=self._memory.has_states)
-            self._staging = Staging(torch.device(device), input_bytes(limits, max_blocks))
+            self._staging = Staging(
+                torch.device(device), input_bytes(limits, blocks_for(max_model_len, block_tokens))
+            )
         self.allocate()
 
     # Memory
@@ -190,77 +171,6 @@ class DynamicContext:
 
     # What is here
 
-    @property
-    def num_rows(self) -> int:
-        """Rows that are here: paused ones, running ones, and the one that is half prefilled."""
-        return self._num_rows
-
-    @property
-    def num_paused(self) -> int:
-        """Rows that wait for a block."""
-        return self._num_paused
-
-    @property
-    def num_active(self) -> int:
-        """Rows that wait for no block."""
-        return self._num_rows - self._num_paused
-
-    @property
-    def num_prefills(self) -> int:
-        """Rows of which a part of the prompt is in the coming step, or all of it."""
-        return len(self._prefill_ids)
-
-    @property
-    def num_decodes(self) -> int:
-        """Rows that feed the token they sampled last to the coming step."""
-        return self._end_of_running - self._num_paused - self.num_prefills
-
-    @property
-    def is_decode_only(self) -> bool:
-        """Whether no part of a prompt is in the coming step."""
-        return self.num_prefills == 0
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether any row is here; a request that was never admitted is none."""
-        return self._num_rows > 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the coming step would feed now."""
-        return int(self._active("query_length").sum())
-
-    @property
-    def row_ids(self) -> list[RowId]:
-        """The rows by place."""
-        ids: list[RowId] = self._rows["id"][: self._num_rows].tolist()
-        return ids
-
-    @property
-    def paused_ids(self) -> list[RowId]:
-        """The rows that wait for a block, the longest wait first."""
-        return self.row_ids[: self._num_paused]
-
-    @property
-    def half_prefilled_id(self) -> RowId | None:
-        """The row whose prompt is not asked for to its end, if there is one."""
-        return self._half_prefilled.row if self._half_prefilled else None
-
-    def rows(self) -> npt.NDArray[np.void]:
-        """Return what is known of each row, by place, as a copy: see `ROW` for the fields."""
-        return self._rows.records[: self._num_rows].copy()
-
-    def sequence_lengths(self) -> npt.NDArray[np.int32]:
-        """Return how many tokens each active row has cached after the coming step."""
-        return self._active("kv_length") + self._active("query_length")
-
-    def max_sequence_lengths(self) -> npt.NDArray[np.int32]:
-        """Return how many tokens each active row has in the end, if nothing stops it before."""
-        lengths = self.sequence_lengths()
-        if self._half_prefilled is not None:
-            lengths[-1] = len(self._half_prefilled.prompt)
-        return lengths + self._active("max_tokens") - self._active("position")
-
     def statistics(self) -> ContextStatistics:
         """Return the context's numbers now."""
         held = self._num_blocks_of(slice(0, self._num_rows))
@@ -294,7 +204,7 @@ class DynamicContext:
         self._rows["kv_length"][place] = start
         self._feed(place, prompt[start:end], admit.blocks)
         if end < len(prompt):
-            self._half_prefilled = _HalfPrefilled(admit.row, prompt)
+            self._half_prefilled = HalfPrefilled(admit.row, prompt)
         elif self._half_prefilled is not None:
             self._rows.swap(np.array([place - 1]), np.array([place]))
 
@@ -519,13 +429,7 @@ class DynamicContext:
     def check(self) -> None:
         """Raise AssertionError unless the rows are as the picture says; slow, for tests."""
         rows = self.rows()
-        regions = Regions(
-            num_paused=self._num_paused,
-            first_prefill=self._end_of_running - len(self._prefill_ids),
-            end_of_running=self._end_of_running,
-            num_rows=self._num_rows,
-        )
-        check_rows(self._rows, regions, block_tokens=self.block_tokens, dummy=self.dummy)
+        check_rows(self._rows, self._regions(), block_tokens=self.block_tokens, dummy=self.dummy)
         if self._half_prefilled is not None:
             assert self.row_ids[-1] == self._half_prefilled.row, "the half prefilled row moved"
         lines = rows["rules"][rows["rules"] > 0].tolist()
@@ -624,26 +528,7 @@ class DynamicContext:
         record["last_offset"] = (record["kv_length"] + len(ids) - 1) % self.block_tokens
         self._prefill_ids[int(record["id"])] = ids
 
-    # What the rows are asked
-
-    @property
-    def _end_of_sampling(self) -> int:
-        return self._num_rows - (self._half_prefilled is not None)
-
-    @property
-    def _num_sampling(self) -> int:
-        return self._end_of_sampling - self._num_paused
-
-    @property
-    def _end_of_running(self) -> int:
-        sits_out = self._half_prefilled is not None and (
-            self._half_prefilled.row not in self._prefill_ids
-        )
-        return self._num_rows - sits_out
-
-    def _num_blocks_of(self, places: slice) -> int:
-        """Return how many blocks these rows hold; one that several of them hold counts once."""
-        return len(set(self._rows.blocks_of(np.arange(*places.indices(self._num_rows)))))
+    # What is made of the rows
 
     def _lines(self, places: Indices | slice) -> Lines:
         return self._rows["rules"][places].astype(np.int64)
@@ -652,9 +537,6 @@ class DynamicContext:
         if graph is not None:
             return shape_in(graph, real)
         return self._padding.shape_of(real) if self._padding else unpadded(real)
-
-    def _active(self, field: str) -> npt.NDArray[np.int32]:
-        return self._rows[field][self._num_paused : self._num_rows]
 
     def _put_single_tokens_first(self) -> None:
         """Move prompts of one token before longer ones: attention takes them for decodes."""
