@@ -44,7 +44,7 @@ from callboard.gpu.sampling import SamplingRows
 from callboard.gpu.staging import Staging
 from callboard.gpu.step_inputs import StepInputs, StepRows, build_inputs, input_bytes
 from callboard.messages.base import TokenIds
-from callboard.messages.errors import CallboardError
+from callboard.messages.errors import CallboardError, ConfigError
 from callboard.messages.steps import Admit, Continue, RowId, RowSampling
 
 
@@ -111,6 +111,11 @@ class DynamicContext(ContextRows):
             block_tokens=block_tokens,
             num_blocks=num_blocks,
         )
+        if paused_limit is not None and not 0 <= paused_limit < num_blocks - 1:
+            raise ConfigError(
+                f"paused_limit is {paused_limit}, and must be 0 to {num_blocks - 2}: one of the"
+                f" {num_blocks - 1} usable blocks at least is for rows that run"
+            )
         self.max_tokens = max_tokens
         self._pool = pool
         self._paused_limit = paused_limit
@@ -591,6 +596,11 @@ class DynamicContext(ContextRows):
     def _check_admit(self, admit: Admit, prompt: npt.NDArray[np.int32]) -> None:
         self._check_new_rows([admit.row])
         check_sequence(admit, len(prompt), self.max_model_len)
+        if self._memory.has_states and admit.cached_tokens:
+            raise RowMismatch(
+                f"row {admit.row} shares {admit.cached_tokens} tokens, and the recurrent state"
+                " behind them is kept nowhere"
+            )
         self._check_chunk(admit, num_cached=admit.cached_tokens, num_prompt=len(prompt))
         end = admit.cached_tokens + admit.num_tokens
         if end < len(prompt) and self._half_prefilled is not None:
