@@ -1,15 +1,4 @@
-"""What the rows of a batch are doing: the bookkeeping between one forward pass and the next.
-
-Rows stand without gaps, and what they do is told by where they stand:
-
-    0            num_paused                                            num_rows        max_rows
-    | paused     | decoding ...  | prefilling ...  | half prefilled   |   unused      |
-                 |<---------------------- active -------------------->|
-
-A paused row has filled its last block and waits for another; the oldest wait is first. The
-prompt of at most one row is prefilled over several steps: that row is the last one, and it sits
-out (query length 0) while no chunk of it was asked for. All other active rows sample a token in
-every step.
+"""The bookkeeping between one forward pass and the next: rows come, run, wait, resume and leave.
 
 Two callers drive it. The executor says what each step admits and grants; the blocks are somebody
 else's. An embedded script gives it a `BlockPool` and calls `add_request` and `update_requests`.
@@ -39,8 +28,9 @@ from callboard.gpu.admission import (
 from callboard.gpu.blocks import BlockPool
 from callboard.gpu.cache_spec import CacheSpec
 from callboard.gpu.caches import Caches
-from callboard.gpu.context_check import Regions, check_rows
+from callboard.gpu.context_check import check_rows
 from callboard.gpu.context_memory import ContextMemory
+from callboard.gpu.context_rows import ContextRows, Prompt
 from callboard.gpu.context_statistics import ContextStatistics
 from callboard.gpu.dimensions import BatchDimensions, BatchLimits
 from callboard.gpu.dummies import dummies_for
@@ -48,12 +38,12 @@ from callboard.gpu.memory import blocks_for
 from callboard.gpu.padding import Padding, StepShape, shape_in, unpadded
 from callboard.gpu.ragged import Lines
 from callboard.gpu.row_rules import RowRules
-from callboard.gpu.rows import NO_ROW, NO_TOKEN, Indices, RowTable
+from callboard.gpu.rows import NO_ROW, NO_TOKEN, Indices
 from callboard.gpu.sampling import SamplingRows
 from callboard.gpu.staging import Staging
 from callboard.gpu.step_inputs import StepInputs, StepRows, build_inputs, input_bytes
 from callboard.messages.base import TokenIds
-from callboard.messages.errors import CallboardError, OutOfBlocks, RowOverflow
+from callboard.messages.errors import CallboardError, ConfigError, OutOfBlocks, RowOverflow
 from callboard.messages.steps import Admit, Continue, RowId, RowSampling
 
 
@@ -95,14 +85,6 @@ class PromptTargets(msgspec.Struct, frozen=True, kw_only=True):
     num_top: int
 
 
-class _Prompt(msgspec.Struct, frozen=True):
-    """The prompt of a row, and what is wanted of its log-probabilities."""
-
-    row: RowId
-    ids: npt.NDArray[np.int32]
-    logprobs: int
-
-
 class _Targets(msgspec.Struct, frozen=True):
     """Successors of a chunk's tokens, from number `start` of the prompt on."""
 
@@ -111,8 +93,8 @@ class _Targets(msgspec.Struct, frozen=True):
     num_top: int
 
 
-class DynamicContext:
-    """The rows of one executor; see the picture above.
+class DynamicContext(ContextRows):
+    """The rows of one executor, and the memory they stand in.
 
     Args:
         max_rows: places for rows, paused ones included.
@@ -146,11 +128,18 @@ class DynamicContext:
         paused_limit: int | None = None,
         graphs: Sequence[BatchDimensions] | None = None,
     ) -> None:
-        self.max_rows = max_rows
+        super().__init__(
+            max_rows=max_rows,
+            max_model_len=max_model_len,
+            block_tokens=block_tokens,
+            num_blocks=num_blocks,
+        )
+        if paused_limit is not None and not 0 <= paused_limit < num_blocks - 1:
+            raise ConfigError(
+                f"paused_limit is {paused_limit}, and must be 0 to {num_blocks - 2}: one of the"
+                f" {num_blocks - 1} usable blocks at least is for rows that run"
+            )
         self.max_tokens = max_tokens
-        self.max_model_len = max_model_len
-        self.block_tokens = block_tokens
-        self.dummy = num_blocks - 1
         self._pool = pool
         self._paused_limit = paused_limit
         self._memory = ContextMemory(
@@ -160,14 +149,8 @@ class DynamicContext:
             num_states=max_rows if num_states is None else num_states,
             device=torch.device(device),
         )
-        max_blocks = blocks_for(max_model_len, block_tokens)
-        self._rows = RowTable(max_rows=max_rows, max_blocks=max_blocks, dummy=self.dummy)
         self._rules = RowRules()
-        self._num_rows = 0
-        self._num_paused = 0
-        self._half_prefilled: _Prompt | None = None  # the last row, while chunks are to come
-        self._prefill_ids: dict[RowId, npt.NDArray[np.int32]] = {}  # chunks of the coming step
-        self._targets: dict[RowId, _Targets] = {}  # of those chunks, where log-probs are wanted
+        self._targets: dict[RowId, _Targets] = {}  # of chunks whose log-probs are wanted
         self._departed: set[RowId] = set()  # with the last step
         self._padding: Padding | None = None
         self._staging = Staging(torch.device(device))
@@ -178,7 +161,9 @@ class DynamicContext:
                 max_model_len=max_model_len,
             )
             self._padding = Padding(graphs, limits, strict=self._memory.has_states)
-            self._staging = Staging(torch.device(device), input_bytes(limits, max_blocks))
+            self._staging = Staging(
+                torch.device(device), input_bytes(limits, blocks_for(max_model_len, block_tokens))
+            )
         self.allocate()
 
     # Memory
@@ -216,77 +201,6 @@ class DynamicContext:
 
     # What is here
 
-    @property
-    def num_rows(self) -> int:
-        """Rows that are here: paused ones, running ones, and the one that is half prefilled."""
-        return self._num_rows
-
-    @property
-    def num_paused(self) -> int:
-        """Rows that wait for a block."""
-        return self._num_paused
-
-    @property
-    def num_active(self) -> int:
-        """Rows that wait for no block."""
-        return self._num_rows - self._num_paused
-
-    @property
-    def num_prefills(self) -> int:
-        """Rows of which a part of the prompt is in the coming step, or all of it."""
-        return len(self._prefill_ids)
-
-    @property
-    def num_decodes(self) -> int:
-        """Rows that feed the token they sampled last to the coming step."""
-        return self._end_of_running - self._num_paused - self.num_prefills
-
-    @property
-    def is_decode_only(self) -> bool:
-        """Whether no part of a prompt is in the coming step."""
-        return self.num_prefills == 0
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether any row is here; a request that was never admitted is none."""
-        return self._num_rows > 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the coming step would feed now."""
-        return int(self._active("query_length").sum())
-
-    @property
-    def row_ids(self) -> list[RowId]:
-        """The rows by place."""
-        ids: list[RowId] = self._rows["id"][: self._num_rows].tolist()
-        return ids
-
-    @property
-    def paused_ids(self) -> list[RowId]:
-        """The rows that wait for a block, the longest wait first."""
-        return self.row_ids[: self._num_paused]
-
-    @property
-    def half_prefilled_id(self) -> RowId | None:
-        """The row whose prompt is not asked for to its end, if there is one."""
-        return self._half_prefilled.row if self._half_prefilled else None
-
-    def rows(self) -> npt.NDArray[np.void]:
-        """Return what is known of each row, by place, as a copy: see `ROW` for the fields."""
-        return self._rows.records[: self._num_rows].copy()
-
-    def sequence_lengths(self) -> npt.NDArray[np.int32]:
-        """Return how many tokens each active row has cached after the coming step."""
-        return self._active("kv_length") + self._active("query_length")
-
-    def max_sequence_lengths(self) -> npt.NDArray[np.int32]:
-        """Return how many tokens each active row has in the end, if nothing stops it before."""
-        lengths = self.sequence_lengths()
-        if self._half_prefilled is not None:
-            lengths[-1] = len(self._half_prefilled.ids)
-        return lengths + self._active("max_tokens") - self._active("position")
-
     def statistics(self) -> ContextStatistics:
         """Return the context's numbers now."""
         held = self._num_blocks_of(slice(0, self._num_rows))
@@ -317,7 +231,7 @@ class DynamicContext:
         self._check_admit(admit, prompt)
         place = self._begin_row(admit, prompt)
         self._rows["kv_length"][place] = admit.cached_tokens
-        whole = _Prompt(admit.row, prompt, admit.sampling.prompt_logprobs)
+        whole = Prompt(admit.row, prompt, admit.sampling.prompt_logprobs)
         end = self._feed(place, whole, admit.num_tokens, admit.blocks)
         if end < len(prompt):
             self._half_prefilled = whole
@@ -349,7 +263,7 @@ class DynamicContext:
             prompt = np.frombuffer(admit.prompt, dtype=np.int32)
             place = self._begin_row(admit, prompt)
             blocks = (self.dummy,) * blocks_for(len(prompt), self.block_tokens)
-            self._feed(place, _Prompt(admit.row, prompt, -1), len(prompt), blocks)
+            self._feed(place, Prompt(admit.row, prompt, -1), len(prompt), blocks)
             if as_decodes:
                 self._rows["next_token"][place] = self._prefill_ids.pop(admit.row)[0]
 
@@ -593,13 +507,7 @@ class DynamicContext:
     def check(self) -> None:
         """Raise AssertionError unless the rows are as the picture says; slow, for tests."""
         rows = self.rows()
-        regions = Regions(
-            num_paused=self._num_paused,
-            first_prefill=self._end_of_running - len(self._prefill_ids),
-            end_of_running=self._end_of_running,
-            num_rows=self._num_rows,
-        )
-        check_rows(self._rows, regions, block_tokens=self.block_tokens, dummy=self.dummy)
+        check_rows(self._rows, self._regions(), block_tokens=self.block_tokens, dummy=self.dummy)
         if self._half_prefilled is not None:
             assert self.row_ids[-1] == self._half_prefilled.row, "the half prefilled row moved"
         lines = rows["rules"][rows["rules"] > 0].tolist()
@@ -691,7 +599,7 @@ class DynamicContext:
         self._rows.clear(num_rows, self._num_rows)
         self._num_rows = num_rows
 
-    def _feed(self, place: int, prompt: _Prompt, num_tokens: int, blocks: tuple[int, ...]) -> int:
+    def _feed(self, place: int, prompt: Prompt, num_tokens: int, blocks: tuple[int, ...]) -> int:
         """Make a chunk of a row's prompt part of the coming step; return where it ends."""
         record = self._rows.records[place]
         start = int(record["kv_length"])
@@ -705,27 +613,6 @@ class DynamicContext:
             self._targets[prompt.row] = _Targets(start + 1, successors, prompt.logprobs)
         return end
 
-    # What the rows are asked
-
-    @property
-    def _end_of_sampling(self) -> int:
-        return self._num_rows - (self._half_prefilled is not None)
-
-    @property
-    def _num_sampling(self) -> int:
-        return self._end_of_sampling - self._num_paused
-
-    @property
-    def _end_of_running(self) -> int:
-        sits_out = self._half_prefilled is not None and (
-            self._half_prefilled.row not in self._prefill_ids
-        )
-        return self._num_rows - sits_out
-
-    def _num_blocks_of(self, places: slice) -> int:
-        """Return how many blocks these rows hold; one that several of them hold counts once."""
-        return len(set(self._rows.blocks_of(np.arange(*places.indices(self._num_rows)))))
-
     def _lines(self, places: Indices | slice) -> Lines:
         return self._rows["rules"][places].astype(np.int64)
 
@@ -733,9 +620,6 @@ class DynamicContext:
         if graph is not None:
             return shape_in(graph, real)
         return self._padding.shape_of(real) if self._padding else unpadded(real)
-
-    def _active(self, field: str) -> npt.NDArray[np.int32]:
-        return self._rows[field][self._num_paused : self._num_rows]
 
     def _put_single_tokens_first(self) -> None:
         """Move prompts of one token before longer ones: attention takes them for decodes."""
@@ -788,6 +672,11 @@ class DynamicContext:
     def _check_admit(self, admit: Admit, prompt: npt.NDArray[np.int32]) -> None:
         self._check_new_rows([admit.row])
         check_sequence(admit, len(prompt), self.max_model_len)
+        if self._memory.has_states and admit.cached_tokens:
+            raise RowMismatch(
+                f"row {admit.row} shares {admit.cached_tokens} tokens, and the recurrent state"
+                " behind them is kept nowhere"
+            )
         self._check_chunk(admit, num_cached=admit.cached_tokens, num_prompt=len(prompt))
         end = admit.cached_tokens + admit.num_tokens
         if end < len(prompt) and self._half_prefilled is not None:
@@ -795,7 +684,7 @@ class DynamicContext:
                 f"row {admit.row} cannot be prefilled in part: row {self._half_prefilled.row} is"
             )
 
-    def _check_continue(self, step: Continue, place: int) -> _Prompt:
+    def _check_continue(self, step: Continue, place: int) -> Prompt:
         half = self._half_prefilled
         if half is None or half.row != step.row:
             raise RowMismatch(f"row {step.row} cannot be continued: it is not half prefilled")

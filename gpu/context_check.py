@@ -3,20 +3,11 @@
 Letters: R rows, B entries of a block table.
 """
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from callboard.gpu.context_rows import Regions
 from callboard.gpu.rows import NO_ROW, RowTable
-
-
-class Regions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the parts of the picture begin and end, by place."""
-
-    num_paused: int
-    first_prefill: int
-    end_of_running: int
-    num_rows: int
 
 
 def check_rows(table: RowTable, regions: Regions, *, block_tokens: int, dummy: int) -> None:

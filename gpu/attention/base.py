@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -52,6 +53,10 @@ class AttentionMetadata:
     def num_rows(self) -> int:
         """Rows without those of padding."""
         return len(self.query_lens_host)
+
+    def cu_seqlens_k(self) -> Tensor:
+        """Return int32 [R + 1]: how many tokens the rows before each have cached; padding none."""
+        return F.pad(self.seqlens_k.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 class AttentionBackend(Protocol):

@@ -11,7 +11,6 @@ import importlib.util
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from callboard.gpu.attention.base import AttentionMetadata
@@ -101,7 +100,6 @@ class FlashAttention:
     def _cumulative_kv_lens(self, metadata: AttentionMetadata) -> Tensor:
         """Return int32 [R + 1], worked out once a step and not once a layer."""
         if self._cu_seqlens_k is None or metadata is not self._cu_seqlens_k_for:
-            summed = metadata.seqlens_k.cumsum(0, dtype=torch.int32)
-            self._cu_seqlens_k = F.pad(summed, (1, 0))
+            self._cu_seqlens_k = metadata.cu_seqlens_k()
             self._cu_seqlens_k_for = metadata
         return self._cu_seqlens_k

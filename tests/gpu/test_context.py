@@ -73,6 +73,7 @@ def make_context(
     num_blocks: int = 50,
     pool: BlockPool | None = None,
     cache_spec: CacheSpec | None = None,
+    paused_limit: int | None = None,
     graphs: Sequence[BatchDimensions] | None = None,
 ) -> DynamicContext:
     return DynamicContext(
@@ -83,6 +84,7 @@ def make_context(
         num_blocks=num_blocks,
         pool=pool,
         cache_spec=cache_spec,
+        paused_limit=paused_limit,
         graphs=graphs,
     )
 
@@ -1039,6 +1041,37 @@ def test_every_row_ends_and_every_block_comes_back_under_any_pressure(seed: int)
         context.check()
         pool.audit()
         if not waiting and context.num_rows == 0:
+            break
+
+    assert set(remaining.values()) == {0}
+    assert pool.free == pool.usable
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_row_ends_where_the_context_itself_evicts(seed: int) -> None:
+    chance = random.Random(seed)
+    pool = BlockPool(chance.randint(8, 20))
+    context = make_context(
+        max_rows=6, num_blocks=pool.num_blocks, pool=pool, paused_limit=chance.randint(0, 4)
+    )
+    waiting = [(row, chance.randint(1, 12)) for row in range(30)]
+    remaining = {row: chance.randint(1, 12) for row, _ in waiting}
+    for _ in range(1000):
+        while waiting and not context.paused_ids:
+            if not context.check_availability(waiting[0][1]).fits:
+                break
+            row, length = waiting.pop(0)
+            context.add_request(row, pack_ids(range(length)), make_sampling())
+        assert context.begin_step() is not None  # somebody can always run
+        running = context.row_ids[context.num_paused :]
+        for row in running:
+            remaining[row] -= 1
+        mask = np.array([remaining[row] > 0 for row in running], dtype=np.bool_)
+        outcome = context.update_requests(mask, np.ones(len(running), dtype=np.int64))
+        waiting = [(row, 1) for row in outcome.evicted[::-1]] + waiting  # to compute them again
+        context.check()
+        pool.audit()
+        if not waiting and not context.has_unfinished:
             break
 
     assert set(remaining.values()) == {0}

@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from callboard.gpu.admission import RowMismatch
 from callboard.gpu.blocks import BlockPool
 from callboard.gpu.cache_spec import CacheSpec, KeyValueShape, LatentShape, StateShape
 from callboard.gpu.context import DynamicContext
 from callboard.gpu.device import release_memory, resident_bytes
+from callboard.gpu.dimensions import BatchDimensions
 from callboard.gpu.prefix import block_hashes
 from callboard.messages.base import pack_ids
 from callboard.messages.errors import ConfigError, MemoryDeallocated, OutOfStateSlots
@@ -38,6 +40,7 @@ def make_context(
     block_tokens: int = 4,
     num_states: int | None = None,
     pool: BlockPool | None = None,
+    graphs: tuple[BatchDimensions, ...] | None = None,
 ) -> DynamicContext:
     return DynamicContext(
         max_rows=max_rows,
@@ -48,6 +51,7 @@ def make_context(
         cache_spec=spec,
         num_states=num_states,
         pool=pool,
+        graphs=graphs,
     )
 
 
@@ -339,6 +343,40 @@ def test_a_row_for_whose_state_no_slot_is_left_is_refused_and_changes_nothing() 
 
     assert (context.row_ids, slots(context), pool.held) == before
     context.check()
+
+
+def test_a_row_with_a_state_does_not_share_the_tokens_of_another() -> None:
+    context = make_context()
+
+    with pytest.raises(RowMismatch, match="shares 4 tokens, and the recurrent state behind them"):
+        context.add_row(
+            Admit(
+                row=1,
+                prompt=pack_ids(range(6)),
+                num_tokens=2,
+                blocks=(1, 2),
+                sampling=make_sampling(),
+                cached_tokens=4,
+            )
+        )
+    assert context.num_rows == 0
+    context.check()
+
+
+@pytest.mark.parametrize(("spec", "matched"), [(HYBRID, (16, 2, 14)), (ATTENTION, (16, 2, 2))])
+def test_only_without_states_a_graph_takes_decodes_for_prefills(
+    spec: CacheSpec, matched: tuple[int, int, int]
+) -> None:
+    graphs = (BatchDimensions(16, 2, 2), BatchDimensions(16, 2, 14))
+    context = make_context(spec, graphs=graphs)
+    for row in (1, 2, 3):
+        add(context, row, 1, blocks=(row,))
+    add(context, 4, 5, blocks=(4, 5))
+
+    inputs = context.begin_step()
+
+    assert inputs is not None
+    assert inputs.shape.graph == BatchDimensions(*matched)
 
 
 def test_every_slot_is_free_after_a_reset() -> None:

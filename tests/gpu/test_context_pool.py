@@ -11,7 +11,7 @@ from callboard.gpu.context import DynamicContext, UpdateOutcome
 from callboard.gpu.memory import gib_to_bytes, plan_memory
 from callboard.gpu.prefix import block_hashes
 from callboard.messages.base import pack_ids
-from callboard.messages.errors import OutOfBlocks, TokenOverflow
+from callboard.messages.errors import ConfigError, OutOfBlocks, TokenOverflow
 from callboard.messages.steps import Admit, Continue, RowSampling
 
 HYBRID: tuple[LayerKind, ...] = ("state", "other", "attention", "other")
@@ -255,10 +255,16 @@ def test_every_row_may_be_evicted() -> None:
 
 
 def test_no_row_is_evicted_while_those_that_wait_hold_no_more_than_they_may() -> None:
-    pool = BlockPool(4)
+    pool = BlockPool(5)
     _, outcome = stepped_with_nothing_free(pool, {1: 4, 2: 4, 3: 4}, paused_limit=3)
 
     assert outcome == UpdateOutcome(paused=[1, 2, 3], evicted=[])
+
+
+@pytest.mark.parametrize("paused_limit", [-1, 4])
+def test_rows_that_wait_must_leave_a_block_to_those_that_run(paused_limit: int) -> None:
+    with pytest.raises(ConfigError, match=f"paused_limit is {paused_limit}, and must be 0 to 3"):
+        make_context(BlockPool(5), paused_limit=paused_limit)
 
 
 def test_a_block_that_rows_share_counts_once_and_is_free_with_the_last_of_them() -> None:

@@ -7,12 +7,14 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from callboard.gpu.attention import flash
@@ -20,6 +22,7 @@ from callboard.gpu.attention.base import AttentionBackend, AttentionMetadata, bu
 from callboard.gpu.attention.flash import FlashAttention
 from callboard.gpu.attention.sdpa import SdpaAttention
 from callboard.gpu.device import resident_bytes
+from callboard.gpu.dimensions import AUTOMATIC
 from callboard.gpu.kv_cache import KVCache
 from callboard.gpu.loading import LoadedModel, load_model
 from callboard.gpu.memory import blocks_for
@@ -96,6 +99,23 @@ class Step:
         q = self.q.to(device, dtype)
         return backend.attend(q, keys, values, self.metadata(device), 0.125).float().cpu()
 
+    def attend_padded(
+        self, backend: AttentionBackend, device: torch.device, dtype: torch.dtype, *, padding: int
+    ) -> Tensor:
+        """Attend with so many tokens and rows of padding behind the others; return the others'."""
+        keys, values = self.caches.to(device, dtype)
+        q = F.pad(self.q, (0, 0, 0, 0, 0, padding)).to(device, dtype)
+        metadata = self.metadata(device)
+        block = int(self.blocks[0, 0])
+        padded = replace(
+            metadata,
+            cu_seqlens_q=F.pad(metadata.cu_seqlens_q, (0, padding), value=len(self.q)),
+            seqlens_k=F.pad(metadata.seqlens_k, (0, padding), value=0),
+            block_table=F.pad(metadata.block_table, (0, 0, 0, padding), value=block),
+        )
+        out = backend.attend(q, keys, values, padded, 0.125)
+        return out[: len(self.q)].float().cpu()
+
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -120,6 +140,27 @@ def test_flash_computes_what_sdpa_computes(rows: list[tuple[int, int]], dtype: t
 
     by_sdpa = step.attend(SdpaAttention(), CUDA, dtype)
     torch.testing.assert_close(by_flash, by_sdpa, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_padding_does_not_reach_others_by_sdpa(rows: list[tuple[int, int]]) -> None:
+    step = Step(rows, block_tokens=64)
+
+    padded = step.attend_padded(SdpaAttention(), CUDA, torch.float32, padding=5)
+
+    plain = step.attend(SdpaAttention(), CUDA, torch.float32)
+    torch.testing.assert_close(padded, plain, rtol=0, atol=TOLERANCE[torch.float32])
+
+
+@needs_flash
+@pytest.mark.parametrize("rows", ROWS)
+def test_padding_does_not_reach_others_by_flash(rows: list[tuple[int, int]]) -> None:
+    step = Step(rows, block_tokens=FlashAttention.block_multiple)
+
+    padded = step.attend_padded(FlashAttention(), CUDA, torch.bfloat16, padding=5)
+
+    plain = step.attend(FlashAttention(), CUDA, torch.bfloat16)
+    torch.testing.assert_close(padded, plain, rtol=0, atol=TOLERANCE[torch.bfloat16])
 
 
 # The decoder
@@ -437,6 +478,13 @@ def test_a_batch_invariant_row_gets_the_same_bits_alone_and_batched(
 
     assert together == alone
     assert len(alone) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("chunk", [2048, 7])
+def test_padding_changes_no_token(runner: ModelRunner, chunk: int) -> None:
+    padding = make_runner("cuda", num_graph_sizes=AUTOMATIC)
+
+    assert generate(padding, PROMPTS, chunk=chunk) == generate(runner, PROMPTS, chunk=chunk)
 
 
 def test_chunks_do_not_overtake_a_slow_device(runner: ModelRunner) -> None:

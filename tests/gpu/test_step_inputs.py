@@ -75,6 +75,7 @@ def test_padding_writes_to_the_dummy_and_reads_nothing() -> None:
     assert metadata.slot_mapping.tolist()[7:] == [DUMMY * BLOCK_TOKENS] * 3
     assert metadata.cu_seqlens_q.tolist() == [0, 1, 2, 5, 7, 7, 7, 7]
     assert metadata.seqlens_k.tolist() == [*KV_LENS, 0, 0, 0]
+    assert metadata.cu_seqlens_k().tolist() == [0, 6, 14, 17, 23, 23, 23, 23]
     assert metadata.block_table[4:].tolist() == [[DUMMY] * MAX_BLOCKS] * 3
     assert inputs.shape == StepShape(real=REAL, padded=graph, graph=graph)
     assert inputs.num_tokens == 7
