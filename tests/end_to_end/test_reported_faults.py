@@ -3,8 +3,10 @@
 A script stands where the model would be, or random weights where log-probabilities matter.
 """
 
+import gc
 import random
 import threading
+import tracemalloc
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -57,6 +59,7 @@ class Device:
         self.steps = 0
         self.at_step: dict[int, Callable[[], object]] = {}
         self.fed: list[RunStep] = []
+        self.taking_memory: Callable[[], object] = lambda: None
         self._token = token
         self._limits = limits
 
@@ -64,6 +67,10 @@ class Device:
         device = self
 
         class Runner(ScriptedRunner):
+            def allocate(self) -> None:
+                device.taking_memory()
+                super().allocate()
+
             def execute(self, step: RunStep) -> StepDone:
                 device.steps += 1
                 device.fed.append(step)
@@ -310,6 +317,39 @@ async def test_a_request_aborted_while_nothing_runs_never_runs_again(
         assert (await answer(engine, [5], max_tokens=4)).token_ids == alone([5], 4)
 
 
+@pytest.mark.parametrize("how", ["resuming", "device restarting"])
+async def test_a_request_aborted_while_the_device_takes_its_memory_ends_at_once(
+    clock: MockClock, how: str
+) -> None:
+    device = Device(max_rows=1)
+    token, begun, aborted = trio.lowlevel.current_trio_token(), trio.Event(), threading.Event()
+
+    def wait_for_the_aborts() -> None:
+        token.run_sync_soon(begun.set)
+        assert aborted.wait(10), "the aborts did not come through while memory was taken"
+
+    async with engine_on(device) as engine, trio.open_nursery() as nursery:
+        async with (
+            engine.submit([1], max_tokens=200, request_id="running") as running,
+            engine.submit([2], max_tokens=200, request_id="waiting") as waiting,
+        ):
+            read = await Read().all_of(running, up_to=3)
+            device.taking_memory = wait_for_the_aborts
+            if how == "resuming":
+                await engine.suspend()
+                nursery.start_soon(engine.resume)
+            else:
+                kill(engine, "replica-0/executor")
+            await begun.wait()
+            for name in ("running", "waiting", "running"):
+                await engine.abort(name)
+            assert (await read.all_of(running)).ending is FinishReason.ABORT
+            assert (await Read().all_of(waiting)).ending is FinishReason.ABORT
+            aborted.set()
+        assert (await answer(engine, [5], max_tokens=4)).token_ids == alone([5], 4)
+    assert read.token_ids == alone([1], 200)[: len(read.token_ids)]
+
+
 async def test_requests_aborted_at_random_leave_nothing_behind(clock: MockClock) -> None:
     """Beginnings are shared, and there is room for a third of the rows only."""
     rng = random.Random(0)
@@ -398,6 +438,72 @@ async def test_a_tiny_limit_is_kept_exactly(clock: MockClock, limit: int) -> Non
         one = await answer(engine, [1] * 4, max_tokens=limit, ignore_eos=True)
         assert one.token_ids == alone([1] * 4, limit)
         assert one.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("seed", range(24))
+async def test_whatever_the_limits_are_every_request_ends_right_or_is_refused(
+    clock: MockClock, seed: int
+) -> None:
+    """Blocks of one token, one block, one row, steps of one token: nothing hangs or leaks."""
+    rng = random.Random(seed)
+    max_rows = rng.randint(1, 4)
+    device = Device(
+        block_tokens=rng.randint(1, 5),
+        num_blocks=rng.randint(1, 12),
+        max_rows=max_rows,
+        max_step_tokens=rng.randint(max_rows, 8),
+        max_model_len=rng.randint(2, 40),
+    )
+    settings: dict[str, Any] = {
+        "prefill_chunk_tokens": rng.randint(0, 5),
+        "prefix_caching": seed % 3 > 0,
+    }
+    ends: list[str] = []
+
+    async def ask(prompt: list[int], limit: int | None, priority: int, up_to: int | None) -> None:
+        try:
+            async with engine.submit(prompt, max_tokens=limit, priority=priority) as stream:
+                read = await Read().all_of(stream, up_to)
+            assert read.token_ids == alone(prompt, len(read.token_ids))
+            assert limit is None or up_to is not None or len(read.token_ids) == limit
+            ends.append("ended")
+        except RequestError:
+            ends.append("refused")
+
+    async with engine_on(device, **settings) as engine, trio.open_nursery() as nursery:
+        for _ in range(30):
+            prompt = [1] * rng.randint(0, 10) + rng.choices(range(3), k=rng.randint(1, 12))
+            limit = rng.choice([None, rng.randint(1, 12)])
+            up_to = rng.choice([None, None, None, rng.randint(0, 5)])
+            nursery.start_soon(ask, prompt, limit, rng.randint(0, 1), up_to)
+    assert len(ends) == 30
+
+
+async def test_memory_does_not_grow_with_the_requests_there_were(clock: MockClock) -> None:
+    device = saying(0, 0, 1)
+    async with engine_on(device, Words("ab", "END")) as engine:
+
+        async def ask_all() -> None:
+            for index in range(6):
+                stops = ["END", f"never {index}", "y", "zz"]
+                await engine.generate([[900]] * 20, max_tokens=5, stop=stops, timeout_s=50.0)
+                async with engine.submit([900], max_tokens=100, request_id=f"{index}"):
+                    await engine.abort(f"{index}")
+                with pytest.raises(RequestError):
+                    await answer(engine, [VOCAB])
+                device.fed.clear()
+
+        await ask_all()
+        tracemalloc.start()
+        await ask_all()
+        gc.collect()
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(3):
+            await ask_all()
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert after - before < 20_000, "378 requests left more than 50 bytes each"
 
 
 # Stop strings and text.
