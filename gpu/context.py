@@ -75,14 +75,14 @@ class PromptTargets(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the step whose logits say how likely their successors in the prompt were.
 
     `tokens` is where they stand among the step's, `target_ids` the successors, of which the first
-    is token number `start` of the prompt. `num_top` is how many alternatives are wanted for each.
+    is token number `start` of the prompt. `sampling` says what the row wants to know.
     """
 
     row: RowId
     start: int
     tokens: slice
     target_ids: npt.NDArray[np.int32]
-    num_top: int
+    sampling: RowSampling
 
 
 class _Targets(msgspec.Struct, frozen=True):
@@ -90,7 +90,7 @@ class _Targets(msgspec.Struct, frozen=True):
 
     start: int
     ids: npt.NDArray[np.int32]
-    num_top: int
+    sampling: RowSampling
 
 
 class DynamicContext(ContextRows):
@@ -231,7 +231,7 @@ class DynamicContext(ContextRows):
         self._check_admit(admit, prompt)
         place = self._begin_row(admit, prompt)
         self._rows["kv_length"][place] = admit.cached_tokens
-        whole = Prompt(admit.row, prompt, admit.sampling.prompt_logprobs)
+        whole = Prompt(admit.row, prompt, admit.sampling)
         end = self._feed(place, whole, admit.num_tokens, admit.blocks)
         if end < len(prompt):
             self._half_prefilled = whole
@@ -263,7 +263,7 @@ class DynamicContext(ContextRows):
             prompt = np.frombuffer(admit.prompt, dtype=np.int32)
             place = self._begin_row(admit, prompt)
             blocks = (self.dummy,) * blocks_for(len(prompt), self.block_tokens)
-            self._feed(place, Prompt(admit.row, prompt, -1), len(prompt), blocks)
+            self._feed(place, Prompt(admit.row, prompt, admit.sampling), len(prompt), blocks)
             if as_decodes:
                 self._rows["next_token"][place] = self._prefill_ids.pop(admit.row)[0]
 
@@ -393,7 +393,7 @@ class DynamicContext(ContextRows):
                 start=targets.start,
                 tokens=slice(first, first + len(targets.ids)),
                 target_ids=targets.ids,
-                num_top=targets.num_top,
+                sampling=targets.sampling,
             )
             for row, first in found
             if (targets := self._targets.get(row)) is not None
@@ -608,9 +608,9 @@ class DynamicContext(ContextRows):
         record["query_length"] = num_tokens
         record["last_offset"] = (end - 1) % self.block_tokens
         self._prefill_ids[prompt.row] = prompt.ids[start:end]
-        if prompt.logprobs >= 0 and start + 1 < len(prompt.ids):
+        if prompt.sampling.prompt_logprobs >= 0 and start + 1 < len(prompt.ids):
             successors = prompt.ids[start + 1 : end + 1]
-            self._targets[prompt.row] = _Targets(start + 1, successors, prompt.logprobs)
+            self._targets[prompt.row] = _Targets(start + 1, successors, prompt.sampling)
         return end
 
     def _lines(self, places: Indices | slice) -> Lines:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from callboard.gpu.memory import blocks_for
 from callboard.gpu.rows import RowTable
-from callboard.messages.steps import RowId
+from callboard.messages.steps import RowId, RowSampling
 
 
 class Regions(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,11 +31,11 @@ class Regions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """The prompt of a row, and what is wanted of its log-probs: see `RowSampling`."""
+    """The prompt of a row, and what is wanted of its log-probabilities."""
 
     row: RowId
     ids: npt.NDArray[np.int32]
-    logprobs: int
+    sampling: RowSampling
 
 
 class ContextRows:

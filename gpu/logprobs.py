@@ -6,6 +6,7 @@ model's width, V vocabulary.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from callboard.gpu.context import PromptTargets
-from callboard.gpu.sampling import logprobs_of, top_logprobs
+from callboard.gpu.sampling import SamplingRows, logprobs_of, sample, top_logprobs
 from callboard.messages.logprobs import PromptLogprobs, TopLogprobs
 from callboard.messages.sampling import MAX_LOGPROBS
+from callboard.messages.steps import RowSampling
 
 PIECE_TOKENS = 64
 """Prompt tokens whose logits are computed together: 64 of 50,000 float32 are 13 MB."""
@@ -58,7 +60,7 @@ def score_prompt(
     pieces = zip(
         torch.split(hidden_PD, piece_tokens), torch.split(target_P, piece_tokens), strict=True
     )
-    parts = [_score(logits_of(hidden), target, targets.num_top) for hidden, target in pieces]
+    parts = [_score(logits_of(hidden), target, targets.sampling) for hidden, target in pieces]
     logprobs_P, top_ids_PK, top_PK = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
     if logprobs_P.isnan().any():
         return None
@@ -71,7 +73,29 @@ def score_prompt(
     )
 
 
-def _score(logits_PV: Tensor, target_P: Tensor, num_top: int) -> Sequence[Tensor]:
+def _score(logits_PV: Tensor, target_P: Tensor, sampling: RowSampling) -> Sequence[Tensor]:
     """Return the targets' log-probabilities [P], and ids and values of the likeliest, [P, K]."""
+    if sampling.processed_logprobs:
+        logits_PV = _processed(logits_PV, sampling)
+    num_top = sampling.prompt_logprobs
     top_ids_PK, top_PK = top_logprobs(logits_PV, max(num_top, MAX_LOGPROBS))
     return logprobs_of(logits_PV, target_P), top_ids_PK[:, :num_top], top_PK[:, :num_top]
+
+
+def _processed(logits_PV: Tensor, sampling: RowSampling) -> Tensor:
+    """Return what the row would have chosen from in these places, but for penalties and bans.
+
+    Those are about what the row says, and here it says nothing.
+    """
+    count = len(logits_PV)
+    rows = SamplingRows.build(
+        temperature=[sampling.temperature] * count,
+        top_k=[sampling.top_k] * count,
+        top_p=[sampling.top_p] * count,
+        min_p=[sampling.min_p] * count,
+        seed=[0] * count,
+        position=[0] * count,
+    )
+    rows = replace(rows, processed_R=torch.ones(count, dtype=torch.bool))
+    result = sample(logits_PV, rows.to(logits_PV.device))
+    return result.scored_RV.masked_fill(result.nan_rows_R[:, None], torch.nan)

@@ -38,7 +38,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. max_tokens None means "what the
     context has room for". seed None means that the engine draws one (and says which). logprobs n
     returns the log-probability of each output token and of the n likeliest alternatives,
-    prompt_logprobs n the same of each prompt token but the first, always of the raw logits.
+    prompt_logprobs n the same of each prompt token but the first (processed ones after temperature,
+    min-p, top-k and top-p alone: penalties, bias and bans are about what is chosen).
     max_tokens 0 computes the prompt and generates nothing.
 
     repetition_penalty divides the positive logits of tokens that are in the prompt or the output,

@@ -842,7 +842,7 @@ def test_targets_are_the_prompt_tokens_behind_those_of_the_chunk() -> None:
     context.add_row(admit(2, prompt=range(30, 36), num_tokens=4, blocks=(0,), sampling=sampling))
     context.begin_step()
     (targets,) = context.prompt_targets()
-    assert (targets.row, targets.start, targets.num_top) == (2, 1, 2)
+    assert (targets.row, targets.start, targets.sampling) == (2, 1, sampling)
     assert targets.tokens == slice(3, 7)
     assert targets.target_ids.tolist() == [31, 32, 33, 34]
     context.finish_step(np.array([9]))

@@ -286,13 +286,19 @@ def test_log_probs_beside_rows_that_decode_are_those_of_transformers(
 
 
 def score_row(
-    runner: ModelRunner, prompt: Sequence[int], *, row: RowId = 0, chunk: int = 1000, top: int = 3
+    runner: ModelRunner,
+    prompt: Sequence[int],
+    *,
+    row: RowId = 0,
+    chunk: int = 1000,
+    top: int = 3,
+    **asked: Any,
 ) -> tuple[list[PromptLogprobs], StepDone]:
     """Prefill a row in chunks, without a token to sample; return each chunk's part, and the end."""
     blocks = blocks_of(row)
     ends = [*range(0, len(prompt), chunk), len(prompt)]
     sampling = msgspec.structs.replace(
-        make_sampling(max_tokens=0, top=-1, seed=0), prompt_logprobs=top
+        make_sampling(max_tokens=0, top=-1, seed=0), prompt_logprobs=top, **asked
     )
     first = Admit(
         row=row,
@@ -336,6 +342,23 @@ def test_the_likeliest_in_the_place_of_each_prompt_token_are_those_of_transforme
     assert ids == expected.indices.flatten().tolist()
     assert values == pytest.approx(expected.values.flatten().tolist(), abs=TOLERANCE)
     assert {part.num_top for part in parts} == {3}
+
+
+def test_processed_log_probs_of_a_prompt_are_those_of_what_could_be_drawn(pair: Pair) -> None:
+    prompt = some_tokens(11)
+
+    parts, _ = score_row(
+        pair.runner, prompt, chunk=4, temperature=0.5, top_k=3, processed_logprobs=True
+    )
+
+    raw_TV = reference_logprobs(pair.reference, prompt)[:-1]
+    kept = raw_TV >= raw_TV.topk(3).values[:, -1:]
+    expected_TV = (raw_TV / 0.5).masked_fill(~kept, -torch.inf).log_softmax(dim=-1)
+    expected = expected_TV[torch.arange(10), prompt[1:]].tolist()
+    logprobs = [value for part in parts for value in unpack_floats(part.logprobs)]
+    assert logprobs == pytest.approx(expected, abs=TOLERANCE)
+    values = [value for part in parts for value in unpack_floats(part.top_logprobs)]
+    assert values == pytest.approx(expected_TV.topk(3).values.flatten().tolist(), abs=TOLERANCE)
 
 
 def test_a_prompt_is_scored_beside_rows_that_decode(pair: Pair) -> None:
