@@ -3,7 +3,7 @@
 Knows nothing of which rows there are, only which slots are taken.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -104,7 +104,7 @@ class ContextMemory:
         self.caches.zero_states(slot)
         return slot
 
-    def end_states(self, slots: Iterable[int]) -> None:
+    def end_states(self, slots: Sequence[int]) -> None:
         """Take the slots of rows that leave back."""
         if self._slots is not None:
             self._slots.give_back(slots)

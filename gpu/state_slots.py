@@ -7,7 +7,7 @@ somebody's is there for padding to read and write, the dummy: the last one.
 Letters: D rows that decode, P rows that prefill, T tokens of these. Lengths include padding.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -27,6 +27,7 @@ class StateSlots:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._free = list(range(num_slots))[::-1]
+        self._taken: set[int] = set()
 
     @property
     def free(self) -> int:
@@ -49,14 +50,16 @@ class StateSlots:
     def take(self) -> int:
         """Take a slot; raises OutOfStateSlots when none is free."""
         self.check_room(1)
-        return self._free.pop()
+        slot = self._free.pop()
+        self._taken.add(slot)
+        return slot
 
-    def give_back(self, slots: Iterable[int]) -> None:
-        """Make slots free again; raises ValueError, and changes nothing, where one is already."""
-        slots = list(slots)
-        foreign = set(slots) & set(self._free) or set(slots) - set(range(self.num_slots))
-        if foreign or len(set(slots)) < len(slots):
-            raise ValueError(f"the slots {slots} are not taken, each by one")
+    def give_back(self, slots: Sequence[int]) -> None:
+        """Make slots free again; raises ValueError, and changes nothing, where one is no row's."""
+        leaving = set(slots)
+        if len(leaving) < len(slots) or not leaving <= self._taken:
+            raise ValueError(f"the slots {slots} are not taken, each by one row")
+        self._taken -= leaving
         self._free += slots
 
 
