@@ -294,10 +294,12 @@ class Ledger:
             del self._rows[request.row]
         del self._requests[request.request_id]
         request.phase = Phase.DONE
-        request.finish_reason = reason
-        request.note(_LAST_EVENT[reason], at)
         # What is held back because a stop string might begin there is text like any other now.
         text = "" if request.hit_stop_string else request.held_text()
+        if request.hit_stop_string and reason is FinishReason.LENGTH:
+            reason = FinishReason.STOP  # half a character at the very end has become part of one
+        request.finish_reason = reason
+        request.note(_LAST_EVENT[reason], at)
         if last is None:
             last = Delta(
                 request_id=request.request_id,

@@ -83,6 +83,11 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}, and must be at least 1")
+        if self.batch_invariant and self.num_graph_sizes is not None:
+            raise ConfigError(
+                f"num_graph_sizes is {self.num_graph_sizes}, and must be None with batch_invariant,"
+                " where each token is computed alone and nothing is padded"
+            )
 
 
 class ModelRunner:

@@ -12,10 +12,11 @@ from callboard.messages.sampling import LogprobsMode, SamplingParams
 class Words:
     """A text stream: a word a token; holds the last word back, and stops at one of them."""
 
-    def __init__(self, stop_at: int | None = None) -> None:
+    def __init__(self, stop_at: int | None = None, *, stop_at_end: bool = False) -> None:
         self.held = ""
         self.stopped: str | None = None
         self._stop_at = stop_at
+        self._stop_at_end = stop_at_end
 
     def push(self, token_id: int) -> str:
         if token_id == self._stop_at:
@@ -25,6 +26,8 @@ class Words:
         return said
 
     def finish(self) -> str:
+        if self._stop_at_end:
+            self.stopped = self.held
         said, self.held = self.held, ""
         return said
 
@@ -185,6 +188,14 @@ def test_nothing_is_said_behind_a_stop_string() -> None:
     assert request.hit_stop_string
     delta = ledger.finish(request, FinishReason.STOP, last=deltas[-1], at=5.0)
     assert delta.text == "<5>"
+
+
+def test_a_stop_string_made_of_the_last_half_character_is_why_a_request_ended() -> None:
+    ledger, request = Ledger(), a_request(text=Words(stop_at_end=True))
+    ledger.add(request)
+    deltas = take(request, 5)
+    assert ledger.finish(request, FinishReason.LENGTH, last=deltas[-1], at=5.0).finish == "stop"
+    assert request.finish_reason is FinishReason.STOP
 
 
 def test_a_terminal_delta_says_why_a_request_failed() -> None:

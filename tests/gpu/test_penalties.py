@@ -140,7 +140,7 @@ def test_every_row_gets_what_the_slow_rule_gives_it() -> None:
 
 
 def test_a_row_gets_the_same_alone_and_in_any_order() -> None:
-    """vllm-project/vllm PR#5639: penalties that hung on who came first in the batch."""
+    """Penalties that hung on who came first in the batch."""
     rows = make_rows()
     logits_RV = make_logits(len(rows))
     together_RV = apply(rows, logits_RV)
@@ -237,7 +237,7 @@ def test_penalties_that_are_off_change_not_a_bit_beside_those_that_are_on() -> N
 @pytest.mark.parametrize("repetition", [0.01, 1.0, 100.0])
 @pytest.mark.parametrize("penalty", [-2.0, 2.0])
 def test_minus_infinity_stays_what_it_is(repetition: float, penalty: float) -> None:
-    """vllm-project/vllm#22180: masks that became +inf, and NaN after the softmax."""
+    """Masks that became +inf, and NaN after the softmax."""
     row = Row(
         [1, 2], [2, 3] * 40, repetition, penalty, penalty, bias=dict.fromkeys(range(9), 100.0)
     )
@@ -270,7 +270,7 @@ def test_nan_stays_nan_in_its_row() -> None:
 @pytest.mark.parametrize("token", [VOCAB, VOCAB + 3, 2 * VOCAB, 2**31 - 2])
 @pytest.mark.parametrize("kind", ["bad word", "completed bad word", "bias", "seen"])
 def test_an_id_outside_the_vocabulary_touches_no_row(token: int, kind: str) -> None:
-    """vllm-project/vllm#54195: a mask for an id past the end landed in the next row."""
+    """A mask for an id past the end landed in the next row."""
     row = {
         "bad word": Row([1], bad=((token,),)),
         "completed bad word": Row([1], [2], bad=((2, token),)),

@@ -383,6 +383,11 @@ def test_padding_changes_no_token_whatever_the_schedule(
     padding_runner.drop(range(10_000))
 
 
+def test_padding_and_computing_each_token_alone_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="num_graph_sizes is 3, and must be None"):
+        make_config(num_graph_sizes=3, batch_invariant=True)
+
+
 def test_seeds_and_not_neighbours_decide_what_is_drawn(runner: ModelRunner) -> None:
     first = [Request([1, 2, 3], make_sampling(temperature=1.0, seed=seed)) for seed in (1, 2, 1)]
 
@@ -425,7 +430,7 @@ def make_ruled_requests(*, temperature: float = 0.0) -> list[Request]:
 def test_rules_count_the_same_whatever_the_schedule(
     runner: ModelRunner, schedule: dict[str, int], temperature: float
 ) -> None:
-    """vllm-project/vllm PR#5639, ml-explore/mlx-lm PR#1225: rules that slipped to other rows."""
+    """Rules that slipped to other rows."""
     alone = make_ruled_requests(temperature=temperature)
     for request in alone:
         Scheduler(runner).run([request])

@@ -110,7 +110,6 @@ EIGHT = [0.3, 0.22, 0.16, 0.12, 0.08, 0.06, 0.04, 0.02]
     ("top_k", "top_p"), list(itertools.product((0, 1, 5, 10_000), (0.1, 0.9, 1.0)))
 )
 def test_temperature_zero_is_argmax_whatever_the_filters(top_k: int, top_p: float) -> None:
-    """vllm-project/vllm#6719."""
     logits_RV = torch.randn(20, 100, generator=torch.Generator().manual_seed(0))
 
     result = sample(logits_RV, make_rows(20, temperature=0.0, top_k=top_k, top_p=top_p))
@@ -119,7 +118,7 @@ def test_temperature_zero_is_argmax_whatever_the_filters(top_k: int, top_p: floa
 
 
 def test_a_greedy_row_beside_a_sampled_one_keeps_its_masks() -> None:
-    """vllm-project/vllm#22180: dividing by a marker temperature turned -inf into +inf."""
+    """Dividing by a marker temperature turned -inf into +inf."""
     logits_RV = torch.tensor([[-math.inf, 1.0, 2.0, -math.inf]] * 2)
 
     result = sample(logits_RV, make_rows(2, temperature=[0.0, 1.0]))
@@ -151,7 +150,6 @@ def test_float64_logits_that_float32_would_tie_are_told_apart() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
 def test_off_values_give_the_full_distribution(seed: int) -> None:
-    """NVIDIA/Megatron-LM#6993."""
     assert chi_square(draw(EIGHT, seed=seed), EIGHT) < CHI_SQUARE_999_DF7
 
 
@@ -283,7 +281,7 @@ def pick(params: dict[str, list[float]], index: Sequence[int]) -> SamplingRows:
 
 
 def test_a_row_alone_gets_bit_for_bit_what_it_gets_in_any_batch_and_order() -> None:
-    """vllm-project/vllm#51226, #17524: seeds that held only for some neighbours and orders."""
+    """Seeds that held only for some neighbours and orders."""
     torch.set_num_threads(2)
     num_rows = 67  # more than one piece, and not a multiple of any vector width
     logits_RV, params = mixed_batch(num_rows, 5003)
@@ -314,7 +312,7 @@ def test_logprobs_of_a_row_do_not_depend_on_its_batch() -> None:
 
 
 def test_a_filter_in_one_row_does_not_reach_another() -> None:
-    """ml-explore/mlx-lm PR#1225: filters slipped to another row."""
+    """Filters slipped to another row."""
     logits_RV = torch.tensor(EIGHT).log().expand(2000, -1)
     top_k = [1 if i % 2 else 0 for i in range(2000)]
 
@@ -400,7 +398,7 @@ def test_logits_off_by_rounding_give_the_same_tokens() -> None:
 
 
 def test_the_least_temperature_is_finite_and_greedy() -> None:
-    """strict JSON once met "out of range float" here (sgl-project/sglang#5984)."""
+    """strict JSON once met "out of range float" here."""
     logits_RV = torch.tensor([[1e4, -1e4, 9.9e3, -math.inf]] * 3)
 
     result = sample(logits_RV, make_rows(3, temperature=[1e-4, 1e-30, 1e-45]))
@@ -430,7 +428,7 @@ def test_bad_rows_are_flagged_alone(temperature: float, top_p: float) -> None:
 
 
 def test_a_banned_token_is_not_chosen_in_its_row_only() -> None:
-    """vllm-project/vllm PR#32163: the end of sequence waits for min_tokens, greedy or sampled."""
+    """The end of sequence waits for min_tokens, greedy or sampled."""
     logits_RV = torch.tensor([[0.0, 9.0, 1.0]] * 4)
     rows = make_rows(4, temperature=[0.0, 1.0, 0.0, 1.0], top_k=1, banned=([0, 1], [1, 1]))
 
@@ -550,7 +548,6 @@ def test_a_biased_distribution_is_drawn_from_as_it_is() -> None:
 
 
 def test_adjusted_rows_leave_their_neighbours_as_they_were() -> None:
-    """ml-explore/mlx-lm PR#1225, vllm-project/vllm PR#5639."""
     logits_RV, params = mixed_batch(21, 500)
     rows = pick(params, range(21))
     plain = sample(logits_RV, rows)

@@ -80,7 +80,7 @@ def read(
 
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
 def test_pieces_join_to_the_full_decode_of_any_bytes(skip_special_tokens: bool) -> None:
-    """ggml-org/llama.cpp#9195, vllm-project/vllm PR#33487: bad bytes, and added tokens between."""
+    """Bad bytes, and added tokens between."""
     tokenizer = byte_tokenizer()
     wrapped = wrap(tokenizer)
     choices = random.Random(0)
@@ -128,7 +128,6 @@ def test_half_a_character_waits_for_its_other_half() -> None:
 
 @pytest.mark.parametrize("interval", [1, 2, 3, 4, 5])
 def test_finished_characters_are_not_lost_at_any_chunk_edge(interval: int) -> None:
-    """ai-dynamo/dynamo#12630."""
     raw = "中文🙂é!".encode()
     chunks = [raw[i : i + interval] for i in range(0, len(raw), interval)]
 
@@ -136,7 +135,6 @@ def test_finished_characters_are_not_lost_at_any_chunk_edge(interval: int) -> No
 
 
 def test_bad_bytes_and_a_cut_off_end_become_replacement_characters() -> None:
-    """ggml-org/llama.cpp#9195."""
     stream = TextStream(Script(b"\xff", b"\xfe", b"\xc3", b"(", "🙂".encode()[:3]))
 
     text = "".join(pieces(stream, range(5)))
@@ -188,7 +186,6 @@ def test_a_decoder_of_another_kind_is_refused(spec: dict[str, object] | None) ->
 
 
 def test_a_stop_inside_a_token_cuts_the_rest_of_the_token() -> None:
-    """vllm-project/vllm#3572."""
     assert read(["so ", "END!! more", "even more"], ["END"]) == ("so ", "END")
 
 
@@ -201,13 +198,12 @@ def test_a_stop_across_tokens_never_shows_its_beginning() -> None:
 
 
 def test_both_forms_of_a_word_stop() -> None:
-    """NVIDIA/TensorRT-LLM#90: a word has other ids after a space than at a start."""
+    """A word has other ids after a space than at a start."""
     assert read(["please", " stop", " it"], ["stop"]) == ("please ", "stop")
     assert read(["please\n", "stop", " it"], ["stop"]) == ("please\n", "stop")
 
 
 def test_an_end_that_began_a_stop_is_flushed() -> None:
-    """vllm-project/vllm#51641."""
     assert read(["pi", "zz", "a, ja", "zz"], ["zzz"]) == ("pizza, jazz", None)
 
 
@@ -298,7 +294,6 @@ def test_a_stop_made_by_the_flushed_end_counts() -> None:
 
 
 def test_stops_wait_for_the_minimum_of_tokens() -> None:
-    """vllm-project/vllm PR#32163."""
     assert read(["END", "END", "END"], ["END"], min_tokens=2) == ("END", "END")
     assert read(["E", "ND", "x"], ["END"], min_tokens=2) == ("", "END")
     assert read(["ab", "x", "ab"], ["ab", "abab"], min_tokens=2) == ("abx", "ab")
@@ -309,7 +304,6 @@ def test_stops_wait_for_the_minimum_of_tokens() -> None:
 
 
 def test_memory_is_that_of_the_longest_stop_not_of_the_text() -> None:
-    """NVIDIA/TensorRT-LLM#5509."""
     stream = TextStream(Script("a", "b"), stop=["a" * 1000 + "b", "ba"])
     tracemalloc.start()
     for _ in range(20_000):

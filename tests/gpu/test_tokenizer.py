@@ -237,7 +237,6 @@ def test_a_folder_gives_the_tokenizer_it_describes(tmp_path: Path) -> None:
 def test_ends_of_sequence_are_the_union_of_what_the_files_say(
     tmp_path: Path, config: Any, generation_config: Any, expected: set[int]
 ) -> None:
-    """vllm-project/vllm#1136."""
     folder = write_folder(
         tmp_path,
         tokenizer_config={"eos_token": "<|im_end|>"},
@@ -251,7 +250,6 @@ def test_ends_of_sequence_are_the_union_of_what_the_files_say(
 def test_a_model_without_an_end_of_sequence_is_loaded_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vllm-project/vllm#1136."""
     tokenizer = load_tokenizer(write_folder(tmp_path))
 
     assert tokenizer.eos_token_ids == frozenset()
@@ -261,7 +259,7 @@ def test_a_model_without_an_end_of_sequence_is_loaded_with_one_warning(
 def test_an_end_of_sequence_outside_the_vocabulary_is_left_out_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vllm-project/vllm#54195: such an id once masked a token of the next row."""
+    """Such an id once masked a token of the next row."""
     tokenizer = load_tokenizer(write_folder(tmp_path, config={"eos_token_id": [0, 99_999, -1]}))
 
     assert tokenizer.eos_token_ids == {0}
