@@ -121,7 +121,7 @@ class Replica:
             max_model_len=MAX_MODEL_LEN,
         )
         self._policy = SchedulingPolicy(prefix_caching=True)
-        self._policy.device_ready(device, in_flight=False)
+        self._policy.device_ready(device)
         self._answers = Answers()
         self._allocator = KVAllocator(self._answers)
         finish(self._allocator.receive(device))
@@ -151,7 +151,7 @@ class Replica:
         num_sampling = self._timed("inputs", lambda: self._begin(step))
         tokens = self._random.integers(0, VOCABULARY, num_sampling, dtype=np.int32)
         done = self._timed("outcome", lambda: self._finish(step, tokens))
-        result = self._timed("advance", lambda: policy.advance(done, 0.0))
+        result = self._timed("advance", lambda: policy.advance(done))
         cache = CacheBlocks(computed=tuple(result.computed))
         self._timed("cache", lambda: finish(self._allocator.receive(cache)))
 
@@ -189,8 +189,8 @@ class Replica:
         outcome = self._context.finish_step(tokens)
         return StepDone(
             step=step.step,
-            rows=tuple(outcome.rows_S.tolist()),
-            token_ids=outcome.token_ids_S.tobytes(),
+            rows=tuple(outcome.rows.tolist()),
+            token_ids=outcome.token_ids.tobytes(),
             stopped=tuple(outcome.stopped.tolist()),
             full=tuple(outcome.full.tolist()),
         )
