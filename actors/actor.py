@@ -419,6 +419,8 @@ class Cell:
             return
         self._letter, self._was_deferred = letter, False
         self.handling = letter.message_id
+        if self.system.journal is not None:
+            self.system.journal.note(self.name, self.lives, letter)
         message = letter.message
         answer = await (actor.obey(message) if message.urgent else actor.receive(message))
         if letter.reply is not None and not self._was_deferred:

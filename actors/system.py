@@ -19,6 +19,7 @@ from callboard.messages.base import Message
 
 if TYPE_CHECKING:
     from callboard.actors.actor import Cell
+    from callboard.actors.journal import Journal
 
 log = get_logger()
 
@@ -115,9 +116,10 @@ class Timers:
 
 
 class ActorSystem:
-    """Names to cells, fresh message ids, timers, dead letters."""
+    """Names to cells, fresh message ids, timers, dead letters, and the journal if there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, journal: "Journal | None" = None) -> None:
+        self.journal = journal
         self.dead_letters = DeadLetters()
         self.timers = Timers()
         self.cells: dict[str, Cell] = {}
@@ -138,12 +140,12 @@ class ActorSystem:
 
 
 @asynccontextmanager
-async def open_system() -> AsyncGenerator[ActorSystem]:
+async def open_system(journal: "Journal | None" = None) -> AsyncGenerator[ActorSystem]:
     """Open an actor system in the caller's task; its timers run until the block ends.
 
     What is in a mailbox then is answered or buried, since no life will read it.
     """
-    system = ActorSystem()
+    system = ActorSystem(journal)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(system.timers.run)

@@ -17,6 +17,7 @@ paths (`replica-0/scheduler`), and a ref is good before, between and after the l
 """
 
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import msgspec
 from callboard.actors.actor import Actor
 from callboard.actors.coordinator import Coordinator
 from callboard.actors.executor import Executor, Runner
+from callboard.actors.journal import Journal, open_journal
 from callboard.actors.kv_allocator import KVAllocator
 from callboard.actors.ledger import TextOut
 from callboard.actors.link import Link
@@ -191,6 +193,12 @@ def replica_process(
     return ReplicaProcess(
         system, network, settings, coordinator=address.endpoint, run_folder=run_folder
     )
+
+
+def journal_of(settings: Settings, process: str) -> AbstractAsyncContextManager[Journal | None]:
+    """Open the journal of a process, if the settings want one."""
+    folder = Path(settings.journal) if settings.journal else None
+    return open_journal(folder, process, about=msgspec.msgpack.encode(settings))
 
 
 def _starter(start_replica: Callable[[str], Actor[Any]], name: str) -> Callable[[], Actor[Any]]:

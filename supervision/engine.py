@@ -66,7 +66,7 @@ from callboard.messages.requests import (
     TokensOut,
 )
 from callboard.messages.sampling import SamplingParams
-from callboard.supervision.app import ReplicaParts, replica, root
+from callboard.supervision.app import ReplicaParts, journal_of, replica, root
 from callboard.supervision.record import Completion
 from callboard.supervision.root import Address, FromOperator, ToOperator, reachable
 from callboard.supervision.settings import Settings, load_settings
@@ -537,7 +537,12 @@ async def open_engine(
     made_of = parts
     network = MemoryNetwork()
     address = Address("memory://coordinator")
-    async with _plain_errors(2), open_system() as system, trio.open_nursery() as nursery:
+    async with (
+        _plain_errors(3 if settings.journal else 2),
+        journal_of(settings, "engine") as journal,
+        open_system(journal) as system,
+        trio.open_nursery() as nursery,
+    ):
         top = root(
             system,
             network,

@@ -21,7 +21,7 @@ from callboard.actors.zmq_socket import open_zmq_context
 from callboard.messages.base import Message
 from callboard.messages.errors import CallboardError, Failure, Unreachable
 from callboard.messages.membership import ReplicaFailed, ReplicaUp, Role
-from callboard.supervision.app import SUPERVISOR_SHUTDOWN_S, replica
+from callboard.supervision.app import SUPERVISOR_SHUTDOWN_S, journal_of, replica
 from callboard.supervision.logging import configure_logging
 from callboard.supervision.model import replica_parts
 from callboard.supervision.process import FromReplicaProcess, ReplicaOrder, ToReplicaProcess
@@ -45,7 +45,11 @@ def main() -> int:
 
 
 async def _run(order: ReplicaOrder) -> int:
-    async with open_zmq_context() as context, open_system() as system:
+    async with (
+        open_zmq_context() as context,
+        journal_of(order.settings, order.name) as journal,
+        open_system(journal) as system,
+    ):
         failure = await _Replica(order, system, ZmqNetwork(context)).run()
     return 0 if failure is None else 1
 

@@ -16,7 +16,7 @@ from callboard.actors.zmq_socket import open_zmq_context
 from callboard.logs import get_logger
 from callboard.messages.control import Stop
 from callboard.messages.errors import CallboardError, StartFailed
-from callboard.supervision.app import SUPERVISOR_SHUTDOWN_S, replica_process, root
+from callboard.supervision.app import SUPERVISOR_SHUTDOWN_S, journal_of, replica_process, root
 from callboard.supervision.root import Address, Root
 from callboard.supervision.settings import Settings
 
@@ -32,7 +32,11 @@ async def serve(settings: Settings, *, announce: Callable[[str], None]) -> None:
     """
     # The folder has mode 0700, which guards the sockets in it.
     with tempfile.TemporaryDirectory(prefix="callboard-") as folder:
-        async with open_zmq_context() as context, open_system() as system:
+        async with (
+            open_zmq_context() as context,
+            journal_of(settings, "root") as journal,
+            open_system(journal) as system,
+        ):
             server = _Server(settings, system, ZmqNetwork(context), Path(folder), announce)
             error = await server.run()
     if error is not None:

@@ -38,6 +38,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     start_timeout_s: float = 600.0
     log_level: str = "warning"
     log_json: bool = False
+    journal: str = ""  # folder for journals of all messages; "" keeps none
 
 
 def load_settings(path: Path | None, **overrides: Any) -> Settings:

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 refused or failed, 2 nobody answers at the endpoint, 3 no 
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ import msgspec
 import trio
 import typer
 
+from callboard.actors.ledger import TextOut
 from callboard.messages.base import unpack_floats, unpack_ids
 from callboard.messages.control import (
     ControlReply,
@@ -32,6 +34,7 @@ from callboard.messages.control import (
 from callboard.messages.errors import (
     ActorStopped,
     CallboardError,
+    ConfigError,
     DeadlineExceeded,
     Unreachable,
 )
@@ -388,6 +391,48 @@ def status(
     else:
         render.status(answer)
     return DONE
+
+
+@app.command()
+def replay(
+    path: Annotated[Path, typer.Argument(help="A file of a journal, or its folder.")],
+    about: Annotated[
+        str, typer.Option(help="Only messages with this id in them, say that of a request.")
+    ] = "",
+    actor: Annotated[
+        list[str] | None, typer.Option(help="Only messages from or to this actor; repeatable.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Show so many messages, the last ones.")] = 200,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Run schedulers and allocators again, and compare."),
+    ] = False,
+) -> int:
+    """Show the conversation in a journal as a diagram, or run its pure parts again."""
+    from callboard.supervision import replay as journal
+
+    try:
+        entries = journal.read(path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if check:
+        verdicts = journal.run_again(entries, _text_for(journal.settings_of(entries)))
+        render.verdicts(verdicts)
+        return REFUSED if any(verdict.difference for verdict in verdicts) else DONE
+    shown = list(journal.arrows(entries, about=about, actors=actor or ()))
+    for text in journal.diagram(shown[-limit:]):
+        render.line(text)
+    return DONE
+
+
+def _text_for(settings: Settings) -> Callable[[SamplingParams], TextOut] | None:
+    """Return what makes text of the tokens of a journal's model; None where it is not here."""
+    from callboard.supervision.model import replica_parts
+
+    try:
+        return replica_parts(settings).text_for
+    except CallboardError:
+        return None
 
 
 @app.command()

@@ -4,6 +4,7 @@ import enum
 import json
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import msgspec
 from callboard.gpu.memory import format_bytes
 from callboard.messages.control import ControlReply, NodeStatus, StatusReply
 from callboard.supervision.record import Completion
+from callboard.supervision.replay import Verdict
 
 
 def line(text: str = "") -> None:
@@ -34,6 +36,18 @@ def complain(text: str) -> None:
 def as_json(value: Any) -> None:
     """Print any message as one JSON object."""
     line(json.dumps(_plain(value), ensure_ascii=False))
+
+
+def verdicts(found: Sequence[Verdict]) -> None:
+    """Print what came of running each life again."""
+    for verdict in found:
+        who = f"{verdict.actor}, life {verdict.life}"
+        if verdict.skipped:
+            line(f"{who}: not run again, {verdict.skipped}")
+        elif verdict.difference:
+            line(f"{who}: {verdict.alike} messages alike, then {verdict.difference}")
+        else:
+            line(f"{who}: {verdict.alike} messages, all alike")
 
 
 def reply(answer: ControlReply) -> None:
