@@ -236,10 +236,12 @@ class Replica:
 
     def check_blocks(self) -> None:
         """Between steps every block is free or held by the row of a living request."""
-        held = {row: len(blocks) for row, blocks in self.allocator._held.items() if blocks}
-        assert self.free + sum(held.values()) == self.limits["num_blocks"]
+        held = {row: blocks for row, blocks in self.allocator._held.items() if blocks}
+        distinct = {block for blocks in held.values() for block in blocks}
+        assert self.free + len(distinct) == self.limits["num_blocks"]
         rows = {request.row: request.blocks for request in self.policy.ledger.rows()}
-        assert {row: count for row, count in rows.items() if count} == held
+        counts = {row: len(blocks) for row, blocks in held.items()}
+        assert {row: count for row, count in rows.items() if count} == counts
 
 
 def row_of(request: Request) -> RowId:
@@ -1056,6 +1058,16 @@ def test_a_row_that_failed_shares_nothing_of_the_step_it_failed_in() -> None:
         )
     )
     assert replica.allocator.details()["blocks_cached"] == 0
+
+
+def test_a_prompt_that_is_computed_again_needs_no_room_beside_what_is_cached_of_it() -> None:
+    replica = Replica(prefix_caching=True, num_blocks=5, block_tokens=4, chunk=12)
+    replica.add("a", prompt=9, max_tokens=1)
+    replica.drain()
+    request = replica.add("b", prompt=20, max_tokens=1)  # all five blocks
+    request.prompt_scores = PromptScores(0, 20)
+    replica.drain(most=20)
+    assert replica.output["b"] == alone(range(1, 21), 1)
 
 
 # Two steps under way at once.
