@@ -157,17 +157,13 @@ class Replica:
         run(self.allocator.receive(ReleaseBlocks(rows=tuple(rows))))
 
     def plan(self) -> RunStep | None:
-        """Plan a step; without one, evict."""
+        """Plan a step, and drop who is evicted for it."""
         return self.plan_with(self.reserve(self.policy.propose()))
 
     def plan_with(self, granted: BlocksGranted) -> RunStep | None:
         planned = self.policy.plan(granted)
         self.release(planned.unused)
         self.drop(planned.evicted)
-        if planned.step is None and not self.policy.in_flight:
-            evicted = self.policy.evict()
-            if evicted is not None:
-                self.drop([evicted])
         return planned.step
 
     def step(self) -> RunStep | None:
@@ -592,7 +588,9 @@ def test_a_half_prefilled_row_that_cannot_go_on_is_evicted_for_older_ones() -> N
 
 
 def test_without_rows_there_is_nobody_to_evict() -> None:
-    assert Replica().policy.evict() is None
+    replica = Replica()
+    planned = replica.policy.plan(replica.reserve(replica.policy.propose()))
+    assert (planned.step, planned.evicted) == (None, [])
 
 
 # Between the halves of a round.
@@ -1027,7 +1025,7 @@ def test_an_evicted_request_finds_what_it_had_computed() -> None:
     request = replica.add("a", prompt=9, max_tokens=9)
     replica.step()
     replica.step()
-    replica.drop([replica.policy.evict() or 0])
+    replica.drop(replica.policy.checkpoint_all())
     assert request.row is None
 
     step = replica.step()
@@ -1315,6 +1313,34 @@ def test_rows_that_wait_and_hold_too_many_blocks_are_evicted_the_newest_first() 
     assert starve(None)["new"] is Phase.STARVED
     assert starve(2)["new"] is Phase.STARVED
     assert starve(1)["new"] is Phase.WAITING
+
+
+def test_rows_over_the_limit_are_evicted_with_the_token_that_was_under_way_for_them() -> None:
+    """Else they come again with that token to be computed, and wait for a block again."""
+    replica = Replica(num_blocks=2, block_tokens=4, paused_limit=0)
+    for name in ("old", "new"):
+        replica.add(name, prompt=4, max_tokens=3)
+    for _ in range(20):
+        while (step := replica.plan()) is not None and replica.policy.in_flight < 2:
+            replica.tell_device(step)
+        if step is not None:
+            replica.tell_device(step)
+        while replica.mail:
+            run_one(replica)
+    assert replica.output == {"old": alone(range(1, 5), 3), "new": alone(range(1, 5), 3)}
+
+
+def test_one_row_over_the_limit_is_evicted_and_its_blocks_are_for_the_others() -> None:
+    replica = Replica(num_blocks=2, block_tokens=4, paused_limit=0)
+    for name in ("old", "new"):
+        replica.add(name, prompt=4, max_tokens=3)
+    replica.step()
+    assert replica.step() is None
+    assert replica.phases() == {"old": Phase.STARVED, "new": Phase.WAITING}
+    replica.step()
+    assert replica.phases() == {"old": Phase.DECODING, "new": Phase.WAITING}
+    replica.drain()
+    assert replica.output["new"] == alone(range(1, 5), 3)
 
 
 def test_a_prefix_that_is_being_computed_is_waited_for() -> None:
