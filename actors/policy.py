@@ -204,13 +204,13 @@ class SchedulingPolicy:
         """The device is new and knows no row: requeue all, fail those that cannot run on it.
 
         Those are the ones that keep killing it, and the ones that do not fit, accepted before it
-        was known how much does.
+        was known how much does. All rows are gone, and the allocator is to hear of it: it may have
+        given them blocks of the new device, which it knew of first.
         """
         self.device = device
-        result = Advanced()
         suspects = [row for row in self.ledger.rows() if row.phase is not Phase.STARVED]
         was_running = bool(self._flights)
-        self.checkpoint_all()
+        result = Advanced(gone=self.checkpoint_all())
         self._proposed = {}
         self._flights.clear()
         self._full = []

@@ -1140,6 +1140,17 @@ async def test_a_new_device_while_blocks_were_asked_for_begins_a_new_round() -> 
         assert drain(stage.allocator) == [ReleaseBlocks(rows=(first.admit[0].row,))]
 
 
+async def test_blocks_of_a_new_device_that_were_granted_before_it_was_known_come_back(
+    stage: Stage,
+) -> None:
+    await LocalRef[Message](stage.allocator).tell(stage.runner.room())
+    await stage.submit("a")  # the allocator reads of the device first, and grants its blocks
+    assert stage.free < 64
+    await stage.tell(stage.runner.room())
+    await stage.tell(Abort(request_id="a"))
+    assert stage.free == 64
+
+
 async def test_a_device_that_fails_while_pausing_lets_the_pause_be_reached(stage: Stage) -> None:
     await stage.submit("a")
     asked = await stage.ask(Pause())
