@@ -527,7 +527,7 @@ class SchedulingPolicy:
             if request is None:
                 continue
             request.crashes = 0
-            if request.first_token_at is None:
+            if not request.output:
                 request.first_token_at = self._clock()
                 request.note(EventKind.FIRST_TOKEN, request.first_token_at)
             top = done.top_logprobs.get(row, ())

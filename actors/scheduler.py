@@ -419,7 +419,7 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
 
     async def _report_end(self, request: Request, now: float) -> None:
         first_token_s = None
-        if request.first_token_at is not None and not request.began_elsewhere:
+        if request.first_token_at is not None:
             first_token_s = request.first_token_at - request.accepted_at
         await self._out.tell(
             RequestStats(
