@@ -131,14 +131,9 @@ class KVAllocator(Actor[KVAllocatorInbox]):
 
     def _cache(self, computed: tuple[Computed, ...]) -> None:
         for part in computed:
-            blocks = self._held.get(part.row)
-            if blocks is None or self._pool is None:
-                continue
             self._keep_promises(part.row, part.hashes)
-            parent = part.parent or None
-            for block, block_hash in zip(blocks[part.first :], part.hashes, strict=False):
-                self._pool.register(block, block_hash, parent)
-                parent = block_hash
+            if self._pool is not None and part.row in self._held:
+                _register(self._pool, self._held[part.row], part)
 
     def _release(self, rows: tuple[RowId, ...]) -> None:
         for row in rows:
@@ -152,3 +147,19 @@ class KVAllocator(Actor[KVAllocatorInbox]):
         for block_hash in hashes:
             if self._promised.get(block_hash) == row:
                 del self._promised[block_hash]
+
+
+def _register(pool: BlockPool, blocks: list[int], part: Computed) -> None:
+    """Let others find these of a row's blocks, up to the first that only copies a cached one.
+
+    What continues the copy is not found: it would keep the original from being evicted, and the
+    row might then need more blocks than there are.
+    """
+    if part.first and not pool.is_cached(blocks[part.first - 1]):
+        return
+    parent = part.parent or None
+    for block, block_hash in zip(blocks[part.first :], part.hashes, strict=False):
+        pool.register(block, block_hash, parent)
+        if not pool.is_cached(block):
+            return
+        parent = block_hash

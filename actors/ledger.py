@@ -92,8 +92,7 @@ class Request:
         self.text = text
         self.accepted_at = accepted_at
         self.deadline = deadline
-        self.first_token_at: float | None = None
-        self.began_elsewhere = False  # its first tokens came in an earlier life
+        self.first_token_at: float | None = None  # None too when it came in an earlier life
         self.finish_reason: FinishReason | None = None
         self.output: array[int] = array("i")
         self.phase = Phase.WAITING
@@ -118,7 +117,6 @@ class Request:
 
     def restore_output(self, delivered: "array[int]") -> None:
         """Take over output that its client already has, from an earlier life of the request."""
-        self.began_elsewhere = len(delivered) > 0
         for token_id in delivered:
             self.output.append(token_id)
             if self.text is not None:

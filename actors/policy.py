@@ -204,13 +204,13 @@ class SchedulingPolicy:
         """The device is new and knows no row: requeue all, fail those that cannot run on it.
 
         Those are the ones that keep killing it, and the ones that do not fit, accepted before it
-        was known how much does.
+        was known how much does. All rows are gone, and the allocator is to hear of it: it may have
+        given them blocks of the new device, which it knew of first.
         """
         self.device = device
-        result = Advanced()
         suspects = [row for row in self.ledger.rows() if row.phase is not Phase.STARVED]
         was_running = bool(self._flights)
-        self.checkpoint_all()
+        result = Advanced(gone=self.checkpoint_all())
         self._proposed = {}
         self._flights.clear()
         self._full = []
@@ -295,15 +295,10 @@ class SchedulingPolicy:
                 grants=tuple(grants),
                 life=self._known_device().life,
             )
+        elif not evicted and not self._flights:  # which may end rows, and leave their blocks
+            evicted = self._evict_newest(self.ledger.rows())
         unused = [row for row in granted.blocks if row not in standing]
         return Planned(step=step, unused=unused, evicted=evicted)
-
-    def evict(self) -> RowId | None:
-        """Take the newest row off the device so that older ones can go on; None without rows."""
-        rows = self.ledger.rows()
-        if not rows:
-            return None
-        return self._requeue(max(rows, key=_order))
 
     def is_next(self, done: StepDone) -> bool:
         """Whether this is the result of the oldest step under way."""
@@ -478,13 +473,20 @@ class SchedulingPolicy:
                 standing[row].request.overtaken += 1
 
     def _evict_beyond_limit(self) -> list[RowId]:
-        """Evict the newest of those that wait for a block while they hold more than they may."""
-        evicted: list[RowId] = []
-        while self._paused_limit is not None and self._starved:
-            if sum(request.blocks for request in self._starved) <= self._paused_limit:
-                break
-            evicted.append(self._requeue(max(self._starved, key=_order)))
-        return evicted
+        """Evict the newest of those that wait for a block, where they hold more than they may.
+
+        One a step, since the next may give its blocks to the others; and none whose last token is
+        still under way, which it would come back without, to wait again.
+        """
+        limit, flights = self._paused_limit, self._flights
+        if limit is None or sum(request.blocks for request in self._starved) <= limit:
+            return []
+        first = flights[0].run if flights else self._runs + 1
+        return self._evict_newest([row for row in self._starved if row.starved_at <= first])
+
+    def _evict_newest(self, requests: list[Request]) -> list[RowId]:
+        """Take the newest of these off the device so that older ones can go on."""
+        return [self._requeue(max(requests, key=_order))] if requests else []
 
     def _any_decodes_in(self, run: int) -> bool:
         """Whether any row feeds a token in this run, as far as is known."""
@@ -525,7 +527,7 @@ class SchedulingPolicy:
             if request is None:
                 continue
             request.crashes = 0
-            if request.first_token_at is None:
+            if not request.output:
                 request.first_token_at = self._clock()
                 request.note(EventKind.FIRST_TOKEN, request.first_token_at)
             top = done.top_logprobs.get(row, ())

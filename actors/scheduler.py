@@ -368,12 +368,8 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         if planned.step is not None:
             self._allowance = max(0, self._allowance - 1)
             await self._executor.tell(planned.step)
-        elif self._policy.in_flight:
-            self._stuck = True  # rows may end with it, and leave their blocks
         else:
-            evicted = self._policy.evict()
-            if evicted is not None:
-                await self._release([evicted], dropped=True)
+            self._stuck = self._policy.in_flight > 0
 
     async def _advance(self, done: StepDone) -> None:
         if not self._policy.is_next(done):
@@ -423,7 +419,7 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
 
     async def _report_end(self, request: Request, now: float) -> None:
         first_token_s = None
-        if request.first_token_at is not None and not request.began_elsewhere:
+        if request.first_token_at is not None:
             first_token_s = request.first_token_at - request.accepted_at
         await self._out.tell(
             RequestStats(

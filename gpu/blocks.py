@@ -127,6 +127,10 @@ class BlockPool:
         self._high_water = max(self._high_water, self.held)
         return is_cached
 
+    def is_cached(self, block: int) -> bool:
+        """Return whether this very block is what is found by the hash of its tokens."""
+        return block in self._index
+
     def forget_all(self) -> None:
         """Empty the prefix cache, for weights or KV memory that are not what they were.
 

@@ -299,6 +299,29 @@ async def test_memory_or_weights_that_go_take_what_was_cached_along(
         assert (await caller.ask_for(request)).cached == cached
 
 
+async def test_what_continues_a_copy_does_not_keep_the_original_from_being_evicted() -> None:
+    """Else a row might need more blocks than it holds, and one that fits could never run."""
+    async with allocator(num_blocks=4) as caller:
+        await fill(caller, 1, range(8))
+        await caller.release(1)
+        request = PrefixRequest(row=2, prompt_tokens=12, chunk_tokens=12)  # looks nothing up
+        blocks = (await caller.ask_for(request)).blocks[2]
+        await caller.tell(
+            CacheBlocks(computed=(Computed(row=2, first=0, hashes=hashes(range(4)), parent=b""),))
+        )
+        await caller.tell(
+            CacheBlocks(
+                computed=(
+                    Computed(
+                        row=2, first=1, hashes=hashes(range(12))[1:], parent=hashes(range(4))[0]
+                    ),
+                )
+            )
+        )
+        assert caller.free == 4 - len(blocks)
+        assert await caller.granted({2: 1}) == {2: 1}
+
+
 async def test_a_row_that_is_gone_registers_nothing() -> None:
     async with allocator(num_blocks=8) as caller:
         await caller.tell(

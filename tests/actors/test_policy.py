@@ -101,6 +101,7 @@ class Replica:
         self.allocator = KVAllocator(self.answers)
         self.mail: deque[RunStep | tuple[RowId, ...]] = deque()  # steps, and rows to drop
         self.output: defaultdict[str, list[int]] = defaultdict(list)
+        self.told: defaultdict[str, list[str]] = defaultdict(list)  # events
         self.ends: dict[str, Delta] = {}
         self.arrivals = 0
         self.runner: ScriptedRunner
@@ -157,17 +158,13 @@ class Replica:
         run(self.allocator.receive(ReleaseBlocks(rows=tuple(rows))))
 
     def plan(self) -> RunStep | None:
-        """Plan a step; without one, evict."""
+        """Plan a step, and drop who is evicted for it."""
         return self.plan_with(self.reserve(self.policy.propose()))
 
     def plan_with(self, granted: BlocksGranted) -> RunStep | None:
         planned = self.policy.plan(granted)
         self.release(planned.unused)
         self.drop(planned.evicted)
-        if planned.step is None and not self.policy.in_flight:
-            evicted = self.policy.evict()
-            if evicted is not None:
-                self.drop([evicted])
         return planned.step
 
     def step(self) -> RunStep | None:
@@ -217,6 +214,7 @@ class Replica:
         output = self.output[delta.request_id]
         assert delta.start == len(output), "a gap, or a token twice"
         output += unpack_ids(delta.token_ids)
+        self.told[delta.request_id] += kinds(delta)
         if delta.finish is not None:
             self.ends[delta.request_id] = delta
 
@@ -236,10 +234,12 @@ class Replica:
 
     def check_blocks(self) -> None:
         """Between steps every block is free or held by the row of a living request."""
-        held = {row: len(blocks) for row, blocks in self.allocator._held.items() if blocks}
-        assert self.free + sum(held.values()) == self.limits["num_blocks"]
+        held = {row: blocks for row, blocks in self.allocator._held.items() if blocks}
+        distinct = {block for blocks in held.values() for block in blocks}
+        assert self.free + len(distinct) == self.limits["num_blocks"]
         rows = {request.row: request.blocks for request in self.policy.ledger.rows()}
-        assert {row: count for row, count in rows.items() if count} == held
+        counts = {row: len(blocks) for row, blocks in held.items()}
+        assert {row: count for row, count in rows.items() if count} == counts
 
 
 def row_of(request: Request) -> RowId:
@@ -590,7 +590,9 @@ def test_a_half_prefilled_row_that_cannot_go_on_is_evicted_for_older_ones() -> N
 
 
 def test_without_rows_there_is_nobody_to_evict() -> None:
-    assert Replica().policy.evict() is None
+    replica = Replica()
+    planned = replica.policy.plan(replica.reserve(replica.policy.propose()))
+    assert (planned.step, planned.evicted) == (None, [])
 
 
 # Between the halves of a round.
@@ -1025,7 +1027,7 @@ def test_an_evicted_request_finds_what_it_had_computed() -> None:
     request = replica.add("a", prompt=9, max_tokens=9)
     replica.step()
     replica.step()
-    replica.drop([replica.policy.evict() or 0])
+    replica.drop(replica.policy.checkpoint_all())
     assert request.row is None
 
     step = replica.step()
@@ -1056,6 +1058,16 @@ def test_a_row_that_failed_shares_nothing_of_the_step_it_failed_in() -> None:
         )
     )
     assert replica.allocator.details()["blocks_cached"] == 0
+
+
+def test_a_prompt_that_is_computed_again_needs_no_room_beside_what_is_cached_of_it() -> None:
+    replica = Replica(prefix_caching=True, num_blocks=5, block_tokens=4, chunk=12)
+    replica.add("a", prompt=9, max_tokens=1)
+    replica.drain()
+    request = replica.add("b", prompt=20, max_tokens=1)  # all five blocks
+    request.prompt_scores = PromptScores(0, 20)
+    replica.drain(most=20)
+    assert replica.output["b"] == alone(range(1, 21), 1)
 
 
 # Two steps under way at once.
@@ -1256,18 +1268,23 @@ def test_events_are_told_once_and_in_order() -> None:
     replica = Replica(num_blocks=4, block_tokens=4)
     replica.add("old", prompt=4, max_tokens=9)
     replica.add("new", prompt=4, max_tokens=9)
-    told: defaultdict[str, list[str]] = defaultdict(list)
-    take = replica.take
-
-    def listen(delta: Delta) -> None:
-        told[delta.request_id] += kinds(delta)
-        take(delta)
-
-    replica.take = listen  # type: ignore[method-assign]
     replica.drain()
     start = ["queued", "admitted", "first_token"]
-    assert told["old"] == [*start, "paused", "resumed", "finished"]
-    assert told["new"] == [*start, "paused", "evicted", "admitted", "finished"]
+    assert replica.told["old"] == [*start, "paused", "resumed", "finished"]
+    assert replica.told["new"] == [*start, "paused", "evicted", "admitted", "finished"]
+
+
+def test_a_request_that_comes_from_elsewhere_has_had_its_first_token() -> None:
+    replica = Replica()
+    request = replica.add("a", max_tokens=3)
+    delivered = array("i", alone((1, 2, 3), 1))
+    request.restore_output(delivered)
+    replica.output["a"] = delivered.tolist()
+    replica.drain()
+    assert replica.output["a"] == alone((1, 2, 3), 3)
+    assert request.first_token_at is None
+    assert kinds(replica.ends["a"]) == ["finished"]
+    assert replica.told["a"] == ["queued", "admitted", "finished"]
 
 
 def test_cached_tokens_are_those_of_the_first_admission() -> None:
@@ -1303,6 +1320,34 @@ def test_rows_that_wait_and_hold_too_many_blocks_are_evicted_the_newest_first() 
     assert starve(None)["new"] is Phase.STARVED
     assert starve(2)["new"] is Phase.STARVED
     assert starve(1)["new"] is Phase.WAITING
+
+
+def test_rows_over_the_limit_are_evicted_with_the_token_that_was_under_way_for_them() -> None:
+    """Else they come again with that token to be computed, and wait for a block again."""
+    replica = Replica(num_blocks=2, block_tokens=4, paused_limit=0)
+    for name in ("old", "new"):
+        replica.add(name, prompt=4, max_tokens=3)
+    for _ in range(20):
+        while (step := replica.plan()) is not None and replica.policy.in_flight < 2:
+            replica.tell_device(step)
+        if step is not None:
+            replica.tell_device(step)
+        while replica.mail:
+            run_one(replica)
+    assert replica.output == {"old": alone(range(1, 5), 3), "new": alone(range(1, 5), 3)}
+
+
+def test_one_row_over_the_limit_is_evicted_and_its_blocks_are_for_the_others() -> None:
+    replica = Replica(num_blocks=2, block_tokens=4, paused_limit=0)
+    for name in ("old", "new"):
+        replica.add(name, prompt=4, max_tokens=3)
+    replica.step()
+    assert replica.step() is None
+    assert replica.phases() == {"old": Phase.STARVED, "new": Phase.WAITING}
+    replica.step()
+    assert replica.phases() == {"old": Phase.DECODING, "new": Phase.WAITING}
+    replica.drain()
+    assert replica.output["new"] == alone(range(1, 5), 3)
 
 
 def test_a_prefix_that_is_being_computed_is_waited_for() -> None:

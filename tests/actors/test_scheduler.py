@@ -173,9 +173,14 @@ class Stage:
     @property
     def step(self) -> RunStep | None:
         """The step the device runs now."""
+        return next(iter(self.steps), None)
+
+    @property
+    def steps(self) -> list[RunStep]:
+        """The steps the device has been given and has not finished."""
         steps = [message for message in self._mail if isinstance(message, RunStep)]
-        assert len(steps) <= 1, "two steps at once"
-        return steps[0] if steps else None
+        assert len(steps) <= self._options.get("pipeline_depth", 1), "too many steps at once"
+        return steps
 
     async def finish_step(self) -> StepDone:
         """Let the device finish its step."""
@@ -1140,6 +1145,17 @@ async def test_a_new_device_while_blocks_were_asked_for_begins_a_new_round() -> 
         assert drain(stage.allocator) == [ReleaseBlocks(rows=(first.admit[0].row,))]
 
 
+async def test_blocks_of_a_new_device_that_were_granted_before_it_was_known_come_back(
+    stage: Stage,
+) -> None:
+    await LocalRef[Message](stage.allocator).tell(stage.runner.room())
+    await stage.submit("a")  # the allocator reads of the device first, and grants its blocks
+    assert stage.free < 64
+    await stage.tell(stage.runner.room())
+    await stage.tell(Abort(request_id="a"))
+    assert stage.free == 64
+
+
 async def test_a_device_that_fails_while_pausing_lets_the_pause_be_reached(stage: Stage) -> None:
     await stage.submit("a")
     asked = await stage.ask(Pause())
@@ -1164,6 +1180,52 @@ async def test_a_request_that_keeps_killing_the_device_is_failed(stage: Stage) -
     assert failure.code == "RequestFailed"
 
 
+# Two steps at the device.
+
+
+async def test_a_pause_is_acknowledged_when_both_steps_under_way_are_over() -> None:
+    async with open_stage(pipeline_depth=2) as stage:
+        await stage.submit("a")
+        assert len(stage.steps) == 2
+        asked = await stage.ask(Pause())
+        await stage.finish_step()
+        assert asked.open
+        await stage.finish_step()
+        assert asked.reply is not None
+        assert (asked.reply.state, stage.steps) == (State.PAUSED, [])
+        assert stage.output["a"] == alone(PROMPT, 2)
+
+
+async def test_as_many_steps_are_run_as_were_asked_for_though_two_are_begun_at_once() -> None:
+    async with open_stage(pipeline_depth=2) as stage:
+        await paused(stage)
+        await stage.submit("a")
+        for count in (1, 3):
+            asked = await stage.ask(Step(count=count))
+            assert len(stage.steps) == min(count, 2)
+            await stage.run()
+            assert asked.reply is not None
+            assert asked.reply.steps == count
+        assert stage.output["a"] == alone(PROMPT, 4)
+
+
+async def test_a_device_that_fails_with_two_steps_under_way_takes_no_token_along() -> None:
+    async with open_stage(pipeline_depth=2) as stage:
+        await stage.submit("a")
+        await stage.finish_step()
+        first, second = stage.steps
+        late = [stage.runner.execute(step) for step in (first, second)]
+        pausing = await stage.ask(Pause())
+        await stage.new_device()
+        assert pausing.reply is not None
+        await stage.tell(*late)
+        assert stage.output["a"] == alone(PROMPT, 1)
+        await stage.reply(Unpause())
+        await stage.run()
+        assert stage.output["a"] == alone(PROMPT, 5)
+        assert stage.free == 64
+
+
 # Anything, in any order.
 
 
@@ -1176,6 +1238,8 @@ class Director:
         self.expected: dict[str, list[int]] = {}
         self.stopped = False  # a pause is acknowledged, and no unpause came since
         self.pause: Asked | None = None
+        self.stepped = 0  # passes since a STEP was asked for
+        self.allowed: int | None = None  # how many that may be
 
     async def act(self) -> None:
         scenes: list[Callable[[], Any]] = [
@@ -1196,7 +1260,10 @@ class Director:
         (scene,) = self.rng.choices(scenes, weights)
         await scene()
         if self.pause is not None and self.pause.reply is not None:
-            self.stopped, self.pause = self.pause.reply.done, None
+            self.stopped = self.pause.reply.done
+            if self.allowed is not None:
+                assert self.pause.reply.steps == self.stepped <= self.allowed
+            self.pause = self.allowed = None
         if self.stopped:
             assert self.stage.step is None, "a step after the pause was acknowledged"
 
@@ -1216,6 +1283,7 @@ class Director:
 
     async def finish(self) -> None:
         if self.stage.step is not None:
+            self.stepped += 1
             await self.stage.finish_step()
 
     async def ask_pause(self) -> None:
@@ -1224,11 +1292,12 @@ class Director:
 
     async def unpause(self) -> None:
         await self.stage.reply(Unpause())
-        self.stopped, self.pause = False, None
+        self.stopped, self.pause, self.allowed = False, None, None
 
     async def step(self) -> None:
         if self.stopped:
-            self.pause = await self.stage.ask(Step(count=self.rng.randint(1, 4)))
+            self.stepped, self.allowed = 0, self.rng.randint(1, 4)
+            self.pause = await self.stage.ask(Step(count=self.allowed))
             self.stopped = False
 
     async def suspend(self) -> None:
@@ -1246,9 +1315,12 @@ class Director:
         await self.stage.run()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(12))
-async def test_whatever_happens_every_request_ends_once_and_right(seed: int) -> None:
-    async with open_stage(num_blocks=7, prefill_chunk_tokens=(None, 3)[seed % 2]) as stage:
+async def test_whatever_happens_every_request_ends_once_and_right(seed: int, depth: int) -> None:
+    async with open_stage(
+        num_blocks=7, prefill_chunk_tokens=(None, 3)[seed % 2], pipeline_depth=depth
+    ) as stage:
         director = Director(stage, seed)
         for _ in range(150):
             await director.act()

@@ -307,6 +307,7 @@ def test_a_hash_keeps_the_block_it_was_registered_with_first() -> None:
     assert register(pool, "ab", second) == [True, True]
 
     assert pool.match(hashes_of("ab")) == first
+    assert [pool.is_cached(block) for block in (*first, *second)] == [True, True, False, False]
     pool.release(second)
     assert (pool.statistics().cached, pool.free) == (2, 6)
     pool.audit()
