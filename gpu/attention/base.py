@@ -22,13 +22,14 @@ from torch import Tensor
 class AttentionMetadata:
     """Where each token of a step stands, and which blocks hold the keys and values it looks at.
 
-    Rows of query length 1 come first (`num_decodes` of them), longer ones after. `kv_lens_host` and
-    `query_lens_host` repeat on the CPU what a backend must know to launch work without waiting for
-    the device. Tokens beyond `cu_seqlens_q[-1]` are padding: their keys and values go to the slots
-    named for them, and what attention returns for them means nothing. Rows beyond `num_rows` are
-    padding too: the tensors have them, with query length and KV length 0 and blocks that are
-    nobody's, the arrays on the CPU do not. Make a new object for each step: backends remember by
-    identity what they worked out from the last one.
+    The first `num_decodes` rows have query length 1. Those behind them are longer, but for the
+    last, which may be a chunk of one token, and for decodes that a graph takes for prefills.
+    `kv_lens_host` and `query_lens_host` repeat on the CPU what a backend must know to launch work
+    without waiting for the device. Tokens beyond `cu_seqlens_q[-1]` are padding: their keys and
+    values go to the slots named for them, and what attention returns for them means nothing. Rows
+    beyond `num_rows` are padding too: the tensors have them, with query length and KV length 0 and
+    blocks that are nobody's, the arrays on the CPU do not. Make a new object for each step:
+    backends remember by identity what they worked out from the last one.
     """
 
     cu_seqlens_q: Tensor
@@ -106,7 +107,8 @@ def build_metadata(
     """Work out a step's metadata from the lengths and blocks of its rows.
 
     Args:
-        query_lens: tokens each row feeds this step, [R]; rows of one token first.
+        query_lens: tokens each row feeds this step, [R]; rows of one token first, though the last
+            may be another one.
         kv_lens: tokens each row has cached after this step, [R].
         block_table: the row's blocks, [R, max_blocks]; unused entries may be any valid block.
         block_tokens: token slots in a block.
@@ -155,7 +157,7 @@ def _check_rows(
             f"each row feeds at least 1 token and has no fewer cached;"
             f" got query lengths {queries.tolist()} and KV lengths {lengths.tolist()}"
         )
-    if (queries[_leading_ones(queries) :] == 1).any():
+    if (queries[_leading_ones(queries) : -1] == 1).any():
         raise ValueError(f"rows of one token come before longer ones; got {queries.tolist()}")
     if lengths.max() > blocks.shape[1] * block_tokens:
         raise ValueError(

@@ -1,12 +1,15 @@
 """The policy beside a real block pool and a device that is as strict about blocks as a real one."""
 
 import contextlib
+import itertools
 import random
+import re
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -23,10 +26,10 @@ from callboard.actors.policy import (
 )
 from callboard.actors.prompt_scores import PromptScores
 from callboard.actors.testing import ScriptedRunner
-from callboard.messages.base import Call, Message, unpack_ids
+from callboard.messages.base import Call, Message, pack_floats, unpack_floats, unpack_ids
 from callboard.messages.blocks import BlocksGranted, CacheBlocks, ReleaseBlocks, ReserveBlocks
-from callboard.messages.errors import OutOfBlocks, RequestError, SequenceOverflow
-from callboard.messages.requests import Delta, FinishReason, Usage
+from callboard.messages.errors import Failure, OutOfBlocks, RequestError, SequenceOverflow
+from callboard.messages.requests import Delta, EventKind, FinishReason, RequestEvent, Usage
 from callboard.messages.sampling import SamplingParams
 from callboard.messages.steps import Admit, DeviceReady, RowFailure, RowId, RunStep, StepDone
 
@@ -72,8 +75,17 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
         coroutine.send(None)
 
 
+class ScoringRunner(ScriptedRunner):
+    """A runner that says of each token that its log-probability is minus its id."""
+
+    def execute(self, step: RunStep) -> StepDone:
+        done = super().execute(step)
+        logprobs = [-float(token_id) for token_id in unpack_ids(done.token_ids)]
+        return msgspec.structs.replace(done, logprobs=pack_floats(logprobs))
+
+
 class Replica:
-    """The policy, an allocator and a device, stepped by hand."""
+    """The policy, an allocator and a device, stepped by hand; its clock ticks when it is read."""
 
     def __init__(
         self,
@@ -94,14 +106,19 @@ class Replica:
             "max_step_tokens": max_step_tokens,
             "max_model_len": max_model_len,
         }
+        ticks = itertools.count()
         self.policy = SchedulingPolicy(
-            prefill_chunk_tokens=chunk, prefix_caching=prefix_caching, paused_limit=paused_limit
+            prefill_chunk_tokens=chunk,
+            prefix_caching=prefix_caching,
+            paused_limit=paused_limit,
+            clock=lambda: float(next(ticks)),
         )
         self.answers = Answers()
         self.allocator = KVAllocator(self.answers)
         self.mail: deque[RunStep | tuple[RowId, ...]] = deque()  # steps, and rows to drop
         self.output: defaultdict[str, list[int]] = defaultdict(list)
-        self.told: defaultdict[str, list[str]] = defaultdict(list)  # events
+        self.logprobs: defaultdict[str, list[float]] = defaultdict(list)
+        self.events: defaultdict[str, list[RequestEvent]] = defaultdict(list)
         self.ends: dict[str, Delta] = {}
         self.arrivals = 0
         self.runner: ScriptedRunner
@@ -115,7 +132,7 @@ class Replica:
 
     def restart(self) -> Advanced:
         """Put a new device in place of the old one."""
-        self.runner = ScriptedRunner(next_token, **self.limits)
+        self.runner = ScoringRunner(next_token, **self.limits)
         self.runner.load()
         self.runner.allocate()
         self.mail.clear()
@@ -131,13 +148,14 @@ class Replica:
         *,
         priority: int = 0,
         stops: tuple[int, ...] = (),
+        logprobs: int | None = None,
     ) -> Request:
         tokens = list(range(1, prompt + 1)) if isinstance(prompt, int) else list(prompt)
         self.arrivals += 1
         request = Request(
             request_id,
             array("i", tokens),
-            SamplingParams(max_tokens=max_tokens),
+            SamplingParams(max_tokens=max_tokens, logprobs=logprobs),
             seed=1,
             max_tokens=self.policy.check_fits(len(tokens), max_tokens),
             stop_token_ids=stops,
@@ -214,16 +232,22 @@ class Replica:
         output = self.output[delta.request_id]
         assert delta.start == len(output), "a gap, or a token twice"
         output += unpack_ids(delta.token_ids)
-        self.told[delta.request_id] += kinds(delta)
+        self.logprobs[delta.request_id] += unpack_floats(delta.logprobs)
+        self.events[delta.request_id] += delta.events
         if delta.finish is not None:
             self.ends[delta.request_id] = delta
 
-    def drain(self, most: int = 10_000) -> None:
-        for _ in range(most):
+    def drain(self, most: int = 10_000) -> int:
+        """Step until there is no work; returns how many steps that took."""
+        for steps in range(most):
             if not self.policy.has_work:
-                return
+                return steps
             self.step()
         raise AssertionError("no progress")
+
+    def kinds(self, request_id: str) -> list[EventKind]:
+        """What has happened to a request, as far as it was told."""
+        return [event.kind for event in self.events[request_id]]
 
     @property
     def free(self) -> int:
@@ -289,6 +313,16 @@ def test_a_request_runs_up_to_the_last_place_of_the_pool() -> None:
     assert replica.ends["a"].finish is FinishReason.LENGTH
 
 
+def test_a_prompt_of_8_in_a_block_of_256_gets_249_tokens_and_not_one_more() -> None:
+    replica = Replica(num_blocks=1, block_tokens=256, max_model_len=300)
+    replica.add("a", prompt=8, max_tokens=249)
+    replica.drain()
+    assert replica.output["a"] == alone(range(1, 9), 249)
+    with pytest.raises(OutOfBlocks, match="needs 2 KV blocks of 256 tokens, and the pool has 1"):
+        replica.add("b", prompt=8, max_tokens=250)
+    assert not replica.policy.has_work
+
+
 def test_a_request_that_has_all_its_tokens_already_is_refused() -> None:
     policy = Replica().policy
     assert policy.check_fits(3, 5, delivered=4) == 5
@@ -322,6 +356,23 @@ def test_a_row_asks_for_a_block_only_when_its_last_one_is_full() -> None:
             break
     # Cached after each step: 3, 4, 5 (a block more), 6, 7, 8, 9 (another).
     assert grants == [0, 0, 1, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_free", "num_running"),
+    [((1, 2), 0, 2), ((4, 2), 0, 1), ((4, 2), 1, 2)],
+)
+def test_rows_want_a_block_for_each_that_is_full_and_no_more(
+    lengths: tuple[int, ...], num_free: int, num_running: int
+) -> None:
+    replica = Replica(num_blocks=len(lengths) + num_free, block_tokens=4)
+    for name, length in enumerate(lengths):
+        replica.add(f"{name}", prompt=length, max_tokens=2)
+    replica.step()
+    question = replica.policy.propose()
+    assert sum(asked.count for asked in question.grow) == lengths.count(4)
+    replica.plan_with(replica.reserve(question))
+    assert list(replica.phases().values()).count(Phase.DECODING) == num_running
 
 
 def test_a_prompt_that_fills_its_last_block_needs_one_for_its_first_token() -> None:
@@ -389,6 +440,90 @@ def test_only_one_prompt_at_a_time_is_prefilled_in_parts() -> None:
     assert step.continues[0].num_tokens == 5
     assert step.admits[0].num_tokens == 5  # b begins where a ends
     assert replica.phases() == {"a": Phase.DECODING, "b": Phase.PREFILLING}
+
+
+def fed(step: RunStep) -> list[int]:
+    """The tokens of each piece of a prompt in a step: the one that goes on, then new ones."""
+    going_on = [chunk.num_tokens for chunk in step.continues]
+    return going_on + [admit.num_tokens for admit in step.admits]
+
+
+@pytest.mark.parametrize(
+    ("budget", "prompts", "pieces"),
+    [
+        # One prompt: the last piece is what is left, be it one token. A step of one token a row is
+        # a decode for every kernel, so no piece is cut short to spare it.
+        (1000, (1200,), [[1000], [200]]),
+        (256, (513,), [[256], [256], [1]]),
+        (256, (257,), [[256], [1]]),
+        # Two: the second begins in what the first leaves of a step, be it one token.
+        (900, (512, 512), [[512, 388], [124]]),
+        (256, (254, 2), [[254, 2]]),
+        (256, (255, 2), [[255, 1], [1]]),
+        # Nothing is left: the second waits, and has no row.
+        (256, (256, 2), [[256], [2]]),
+    ],
+)
+def test_a_step_is_filled_with_pieces_of_prompts(
+    budget: int, prompts: tuple[int, ...], pieces: list[list[int]]
+) -> None:
+    replica = Replica(max_step_tokens=budget, num_blocks=200, block_tokens=16, max_model_len=2000)
+    for name, prompt in enumerate(prompts):
+        replica.add(f"{name}", prompt=prompt, max_tokens=1)
+    for number, expected in enumerate(pieces):
+        step = replica.step()
+        assert step is not None
+        assert fed(step) == expected
+        num_begun = sum(len(piece) for piece in pieces[: number + 1])
+        assert replica.policy.counts().waiting == max(0, len(prompts) - num_begun)
+    assert [len(replica.output[f"{name}"]) for name in range(len(prompts))] == [1] * len(prompts)
+
+
+def test_while_a_prompt_has_further_pieces_every_step_is_full() -> None:
+    """Three prompts through steps of 52 tokens; what decodes takes its token of each first."""
+    replica = Replica(max_step_tokens=52, num_blocks=60, block_tokens=16, max_model_len=400)
+    replica.add("one", prompt=130, max_tokens=3)
+    replica.add("two", prompt=160, max_tokens=2)
+    replica.add("three", prompt=24, max_tokens=1)
+    steps, sizes = [], []
+    while (step := replica.plan()) is not None:
+        done = replica.runner.execute(step)
+        replica.finish_step(done)
+        steps.append(fed(step))
+        sizes.append(done.num_tokens)
+    assert steps == [[52], [52], [26, 26], [51], [51], [32, 20], [4]]
+    assert sizes == [52] * 6 + [5]
+    assert replica.output["two"] == alone(range(1, 161), 2)
+
+
+def test_no_prompt_begins_in_a_step_that_decodes_fill() -> None:
+    replica = Replica(max_step_tokens=2)
+    for name in "ab":
+        replica.add(name, prompt=1, max_tokens=3)
+    replica.step()
+    replica.add("late", prompt=1)
+    for _ in range(2):
+        replica.step()
+        assert replica.phases()["late"] is Phase.WAITING
+    replica.step()
+    assert replica.phases() == {"late": Phase.DECODING}
+
+
+@pytest.mark.parametrize(("max_rows", "num_steps"), [(816, 23), (4, 35)])
+def test_eight_requests_of_16_tokens_a_step_apart_take_so_many_steps(
+    max_rows: int, num_steps: int
+) -> None:
+    """Seven come after the first, and it takes 16 steps; with four places the last waits for one.
+
+    The fifth has the first's place from step 17 on, and so has the last the fourth's from step 20.
+    """
+    replica = Replica(max_rows=max_rows, num_blocks=818, block_tokens=256, max_step_tokens=16384)
+    for number in range(7):
+        replica.add(f"{number}", prompt=4 + number, max_tokens=16)
+        replica.step()
+    replica.add("7", prompt=11, max_tokens=16)
+    assert 7 + replica.drain() == num_steps
+    assert all(len(replica.output[f"{number}"]) == 16 for number in range(8))
 
 
 def test_no_more_rows_run_than_there_are_places() -> None:
@@ -766,6 +901,25 @@ def test_a_stop_string_ends_a_request_and_takes_its_row_off_the_device() -> None
     assert replica.ends["a"].finish is FinishReason.STOP
     assert replica.free == 64
     assert not replica.runner._rows
+
+
+def test_the_token_that_completes_a_stop_string_has_its_log_prob_and_none_follows() -> None:
+    replica = Replica()
+    request = replica.add("a", logprobs=0)
+    request.text = StopsAfter(2)
+    replica.drain()
+    assert replica.logprobs["a"] == [-float(token_id) for token_id in alone((1, 2, 3), 2)]
+    assert replica.ends["a"].start == 1  # the end comes with the token, and not a step later
+
+
+def test_log_probs_of_all_lives_of_a_request_are_kept() -> None:
+    replica = Replica(num_blocks=4, block_tokens=4)
+    for name in ("old", "new"):
+        replica.add(name, prompt=4, max_tokens=9, logprobs=0)
+    replica.drain()
+    assert EventKind.EVICTED in replica.kinds("new")
+    for name in ("old", "new"):
+        assert replica.logprobs[name] == [-float(one) for one in alone(range(1, 5), 9)]
 
 
 def test_a_request_can_be_ended_wherever_it_stands() -> None:
@@ -1251,16 +1405,12 @@ def _shuffled(choose: random.Random, caching: bool) -> int:
 # What a request says of itself.
 
 
-def kinds(delta: Delta) -> list[str]:
-    return [event.kind.value for event in delta.events]
-
-
 def test_a_terminal_delta_says_what_was_used_and_what_happened() -> None:
     replica = Replica()
     replica.add("a", prompt=3, max_tokens=1)
     replica.drain()
     end = replica.ends["a"]
-    assert kinds(end) == ["queued", "admitted", "first_token", "finished"]
+    assert [event.kind for event in end.events] == ["queued", "admitted", "first_token", "finished"]
     assert end.usage == Usage(prompt_tokens=3, cached_tokens=0, output_tokens=1)
 
 
@@ -1270,8 +1420,8 @@ def test_events_are_told_once_and_in_order() -> None:
     replica.add("new", prompt=4, max_tokens=9)
     replica.drain()
     start = ["queued", "admitted", "first_token"]
-    assert replica.told["old"] == [*start, "paused", "resumed", "finished"]
-    assert replica.told["new"] == [*start, "paused", "evicted", "admitted", "finished"]
+    assert replica.kinds("old") == [*start, "paused", "resumed", "finished"]
+    assert replica.kinds("new") == [*start, "paused", "evicted", "admitted", "finished"]
 
 
 def test_a_request_that_comes_from_elsewhere_has_had_its_first_token() -> None:
@@ -1283,8 +1433,56 @@ def test_a_request_that_comes_from_elsewhere_has_had_its_first_token() -> None:
     replica.drain()
     assert replica.output["a"] == alone((1, 2, 3), 3)
     assert request.first_token_at is None
-    assert kinds(replica.ends["a"]) == ["finished"]
-    assert replica.told["a"] == ["queued", "admitted", "finished"]
+    assert [event.kind.value for event in replica.ends["a"].events] == ["finished"]
+    assert replica.kinds("a") == ["queued", "admitted", "finished"]
+
+
+def test_a_request_that_is_taken_off_says_how_it_ended() -> None:
+    replica = Replica()
+    for name in ("aborted", "failed"):
+        request = replica.add(name)
+    replica.step()
+    replica.abort("aborted")
+    failure = Failure(code="RequestFailed", message="why")
+    replica.apply(replica.policy.finish(request, FinishReason.ERROR, failure))
+    for name in ("aborted", "failed"):
+        assert replica.kinds(name) == ["queued", "admitted", "first_token", name]
+
+
+LIFE = re.compile("q(ae)*at(pr)*(p?ea(pr)*)*f")
+"""A life to its natural end: queued, admitted, first token, paused, resumed, evicted, finished."""
+
+
+def test_the_events_of_a_request_are_a_life_in_order_and_at_rising_times() -> None:
+    letters = {EventKind.QUEUED: "q", EventKind.ADMITTED: "a", EventKind.FIRST_TOKEN: "t"}
+    lives = []
+    for seed in range(10):
+        chance = random.Random(seed)
+        replica = Replica(num_blocks=7, block_tokens=2, chunk=3, paused_limit=(None, 2)[seed % 2])
+        for number in range(12):
+            replica.add(f"{number}", prompt=chance.randint(1, 6), max_tokens=8)
+        replica.drain()
+        for name, events in replica.events.items():
+            lives.append("".join(letters.get(kind, kind[0]) for kind in replica.kinds(name)))
+            assert LIFE.fullmatch(lives[-1]), lives[-1]
+            times = [event.at for event in events]
+            assert times == sorted(set(times))
+    assert any(life.count("p") >= 3 and life.count("e") >= 2 for life in lives)
+
+
+def test_of_sixteen_requests_those_that_fit_finish_and_the_others_never_begin() -> None:
+    replica = Replica(num_blocks=4, block_tokens=4, max_model_len=24)
+    refused = []
+    for number in range(16):
+        try:
+            replica.add(f"{number}", prompt=2 + number, max_tokens=4)
+        except RequestError:
+            refused.append(number)
+    replica.drain()
+    # All tokens but the last are cached, and four blocks hold 16.
+    assert refused == [12, 13, 14, 15]
+    assert set(replica.ends) == {f"{number}" for number in range(12)}
+    assert all(replica.kinds(name)[-1] == "finished" for name in replica.ends)
 
 
 def test_cached_tokens_are_those_of_the_first_admission() -> None:

@@ -173,11 +173,12 @@ class Stage:
     @property
     def step(self) -> RunStep | None:
         """The step the device runs now."""
-        return next(iter(self.steps), None)
+        steps = self.steps
+        return steps[0] if steps else None
 
     @property
     def steps(self) -> list[RunStep]:
-        """The steps the device has been given and has not finished."""
+        """The step the device runs now, and those it has besides."""
         steps = [message for message in self._mail if isinstance(message, RunStep)]
         assert len(steps) <= self._options.get("pipeline_depth", 1), "too many steps at once"
         return steps
@@ -443,6 +444,46 @@ async def test_more_than_fits_at_once_still_all_comes_out_right() -> None:
             assert stage.output[str(index)] == alone((index, 1), 12)
         assert stage.free == 6
     assert stage.refused == {}  # a want that may pass is nobody else's business
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_the_device_has_as_many_steps_as_may_be_planned_ahead(depth: int) -> None:
+    async with open_stage(pipeline_depth=depth) as stage:
+        await stage.submit("a", 5)
+        assert len(stage.steps) == depth
+        await stage.submit("b", 4)
+        most = 0
+        while stage.step is not None:
+            await stage.finish_step()
+            most = max(most, len(stage.steps))
+        assert most == depth
+        assert (stage.output["a"], stage.output["b"]) == (alone(PROMPT, 5), alone(PROMPT, 4))
+        assert (stage.free, stage.counts) == (64, (0, 0, 0))
+
+
+async def test_a_pause_is_acknowledged_when_all_steps_planned_ahead_are_over() -> None:
+    async with open_stage(pipeline_depth=2) as stage:
+        await stage.submit("a", 5)
+        pause = await stage.ask(Pause())
+        assert len(stage.steps) == 2
+        await stage.finish_step()
+        assert (pause.open, len(stage.steps)) == (True, 1)
+        await stage.finish_step()
+        assert (pause.open, stage.steps) == (False, [])
+        assert stage.output["a"] == alone(PROMPT, 2)
+
+
+@pytest.mark.parametrize(("paused_limit", "paused"), [(None, 1), (1, 0)])
+async def test_what_waiting_rows_may_hold_is_limited(paused_limit: int | None, paused: int) -> None:
+    async with open_stage(num_blocks=4, paused_limit=paused_limit) as stage:
+        for name in ("old", "new"):
+            await stage.submit(name, 9, prompt=(1, 2, 3, 4))
+        most = 0
+        while stage.step is not None:
+            await stage.finish_step()
+            most = max(most, stage.counts[2])
+        assert most == paused
+        assert all(stage.output[name] == alone((1, 2, 3, 4), 9) for name in ("old", "new"))
 
 
 async def test_urgent_requests_overtake_those_that_wait(stage: Stage) -> None:
@@ -889,10 +930,11 @@ async def test_dropping_the_cache_takes_all_rows_off_and_loses_nothing(stage: St
     assert (stage.free, stage.counts) == (64, (0, 4, 0))
     assert not stage.runner._rows
     assert (await stage.reply(Suspend(kv=KVLevel.DROP))).done
+    await stage.submit("late", 1)  # does not jump the queue
     await stage.reply(Resume())
     await stage.reply(Unpause())
     await stage.run()
-    assert list(stage.ends) == ["a", "b", "c", "d"]
+    assert list(stage.ends) == ["a", "b", "c", "d", "late"]
     assert all(stage.output[name] == alone(PROMPT, 4) for name in "abcd")
 
 

@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "reference" / "engine-rows.md"
 
 PLACE = re.compile(r"`(callboard[\w.]*):([\w.]+)(?:\((\w+)\))?`")
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
-STATES = ("PENDING", "WAITS", "DROPPED")
+STATES = ("WAITS", "DROPPED")
 
 ERRORS = """
     `ContextOverflowError` | `ContextOverflowError` "No Mamba slots available"
@@ -101,7 +101,7 @@ class Row(NamedTuple):
 
     @property
     def state(self) -> str:
-        """PENDING, WAITS or DROPPED; empty where it is there."""
+        """WAITS or DROPPED; empty where it is there."""
         return next((state for state in STATES if self.here.startswith(state)), "")
 
 
@@ -118,7 +118,6 @@ def rows_of(text: str) -> Iterator[Row]:
 
 ROWS = list(rows_of(PAGE.read_text()))
 TABLE = [row for row in ROWS if row.section in EXPECTED]
-THERE = [row for row in TABLE if row.state != "PENDING"]
 
 
 def name_of(row: Row) -> str:
@@ -150,21 +149,21 @@ def test_every_item_of_the_two_modules_has_its_row_in_its_section(section: str) 
     assert [row.item for row in TABLE if row.section == section] == expected
 
 
-@pytest.mark.parametrize("row", THERE, ids=name_of)
+@pytest.mark.parametrize("row", TABLE, ids=name_of)
 def test_a_row_says_where_and_how_and_why_and_names_a_test(row: Row) -> None:
     assert row.differs
     assert PLACE.findall(row.here) or row.state == "WAITS"
     assert TEST.findall(row.shown) or row.state == "WAITS"
 
 
-@pytest.mark.parametrize("row", THERE, ids=name_of)
+@pytest.mark.parametrize("row", TABLE, ids=name_of)
 def test_every_place_that_is_named_can_be_imported(row: Row) -> None:
     assert re.sub(r"\s", "", PLACE.sub("", row.here.removeprefix(row.state))) == ""
     for module, qualname, parameter in PLACE.findall(row.here):
         find(module, qualname, parameter)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.state != "PENDING"], ids=name_of)
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_every_test_that_is_named_exists(row: Row) -> None:
     assert re.sub(r"\s", "", TEST.sub("", row.shown)) == ""
     missing = [
@@ -188,17 +187,5 @@ def test_every_number_that_is_not_copied_says_what_is_right_and_names_a_test() -
     assert [row.item for row in numbers if not row.differs or not TEST.findall(row.shown)] == []
 
 
-def is_there(row: Row) -> bool:
-    try:
-        for place in PLACE.findall(row.here):
-            find(*place)
-    except (ImportError, AttributeError, AssertionError):
-        return False
-    return True
-
-
 def test_nothing_is_pending() -> None:
-    """What is there already has only to lose the word."""
-    pending = {name_of(row): is_there(row) for row in TABLE if row.state == "PENDING"}
-
-    assert pending == {}
+    assert "PENDING" not in PAGE.read_text()

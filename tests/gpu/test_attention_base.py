@@ -41,7 +41,7 @@ def test_a_step_of_decodes_only_counts_them_all() -> None:
         ([1], [1, 2], [[0]], "same number"),
         ([0], [1], [[0]], "at least 1 token"),
         ([3], [2], [[0]], "no fewer cached"),
-        ([2, 1], [2, 1], [[0], [1]], "rows of one token come before"),
+        ([2, 1, 2], [2, 1, 2], [[0], [1], [2]], "rows of one token come before"),
         ([1], [5], [[0]], "5 cached tokens do not fit 1 blocks of 4"),
     ],
 )

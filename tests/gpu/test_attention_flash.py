@@ -146,6 +146,8 @@ def make_step(
         pytest.param([(1, 1)], "kvcache", id="a prompt of one token"),
         pytest.param([(40, 40), (5, 260)], "varlen", id="prefill and chunk"),
         pytest.param([(1, 511), (1, 3), (9, 9)], "varlen", id="all in one call"),
+        pytest.param([(9, 9), (1, 257)], "varlen", id="a chunk of one token behind a prompt"),
+        pytest.param([(1, 513)], "kvcache", id="the last token of a prompt alone"),
     ],
 )
 def test_it_calls_the_right_kernel_as_documented_and_agrees_with_sdpa(

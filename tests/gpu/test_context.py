@@ -401,12 +401,14 @@ def test_limits_count_from_the_first_output_of_a_row_that_was_recomputed() -> No
     caller = make_caller(block_tokens=64)
     sampling = make_sampling(max_tokens=6, min_tokens=5, first_position=4, stop_token_ids=(7,))
     row = caller.admit([1, 2, 3, 4, 5, 6], sampling=sampling)
+    most = caller.context.max_sequence_lengths().tolist()
 
     first = caller.step(7)
     second = caller.step(8)
 
     assert first is not None
     assert second is not None
+    assert most == [8]  # two of its tokens are prompt, four of the six were output before
     assert first.stopped.tolist() == []
     assert second.full.tolist() == [row]
 
@@ -571,6 +573,44 @@ def test_prompts_of_one_token_stand_with_the_decodes() -> None:
     assert inputs.metadata.num_decodes == 2
     assert caller.context.row_ids == [decoding, single, long, half]
     caller.step()
+
+
+@pytest.mark.parametrize(("num_others", "max_seqlen_q"), [(0, 1), (1, 3)])
+def test_the_last_chunk_of_a_prompt_may_be_one_token_and_is_then_a_decode(
+    num_others: int, max_seqlen_q: int
+) -> None:
+    """Kernels for prefills never get a step whose longest query is one token."""
+    caller = make_caller()
+    decoding = caller.admit([1, 2])
+    half = caller.admit(list(range(9)), num_tokens=8)
+    caller.step()
+    others = [caller.admit([1, 2, 3]) for _ in range(num_others)]
+    caller.continue_prefill(1)
+
+    inputs = caller.context.begin_step()
+
+    assert inputs is not None
+    assert (inputs.metadata.num_decodes, inputs.metadata.max_seqlen_q) == (2, max_seqlen_q)
+    assert caller.context.row_ids == [decoding, half, *others]
+    outcome = caller.step()
+    assert outcome is not None
+    assert outcome.rows.tolist() == [decoding, half, *others]
+
+
+def test_a_chunk_of_one_token_before_the_last_stays_behind_longer_prompts() -> None:
+    caller = make_caller()
+    half = caller.admit(list(range(9)), num_tokens=1)
+    alone = caller.context.begin_step()
+    long = caller.admit([1, 2, 3])
+    beside = caller.context.begin_step()
+
+    assert alone is not None
+    assert beside is not None
+    assert (alone.metadata.num_decodes, alone.metadata.max_seqlen_q) == (1, 1)
+    assert (beside.metadata.num_decodes, beside.metadata.max_seqlen_q) == (0, 3)
+    assert caller.context.row_ids == [long, half]
+    caller.step()
+    assert caller.context.half_prefilled_id == half
 
 
 # Dropping
@@ -882,24 +922,36 @@ def test_tokens_for_other_rows_than_those_that_sampled_are_refused() -> None:
 # Alone, with a pool
 
 
-def test_rows_leave_move_wait_and_resume_in_one_update() -> None:
+@pytest.mark.parametrize(
+    ("num_blocks", "spec"), [(491, None), (556, HYBRID)], ids=["attention", "hybrid"]
+)
+def test_rows_leave_move_wait_and_resume_in_one_update(
+    num_blocks: int, spec: CacheSpec | None
+) -> None:
     """Ten rows of which three leave, two wait and two more reach the end of their block."""
-    pool = BlockPool(491)
+    pool = BlockPool(num_blocks)
     context = make_context(
-        max_rows=16, block_tokens=128, num_blocks=491, max_tokens=16384, pool=pool
+        max_rows=16,
+        block_tokens=128,
+        num_blocks=num_blocks,
+        max_tokens=16384,
+        pool=pool,
+        cache_spec=spec,
     )
+    first = num_blocks - 12  # of the eleven blocks that rows hold: 479, or 544
     lengths = [128, 128, 10, 138, 10, 127, 127, 10, 10, 10]
-    tables = [[479 + row] for row in range(10)]
-    tables[3].append(489)
-    assert pool.allocate(490)[479:] == list(range(479, 490))  # nothing is free for now
+    tables = [[first + row] for row in range(10)]
+    tables[3].append(first + 10)
+    pool.allocate(pool.free)  # nothing is free for now
     for row, (length, blocks) in enumerate(zip(lengths, tables, strict=True)):
         context.add_row(
             admit(row, prompt=range(length), blocks=tuple(blocks), sampling=make_sampling())
         )
+    slots = context.rows()["state_slot"]
     context.begin_step()
     assert context.update_requests(np.ones(10, dtype=np.bool_), np.arange(10)).paused == [0, 1]
     assert context.row_ids == list(range(10))
-    pool.release(range(479))
+    pool.release(range(first))
 
     mask = np.array([1, 0, 1, 1, 1, 0, 0, 1], dtype=np.bool_)
     newly_paused = context.update_requests(mask, np.arange(2, 10)).paused
@@ -915,17 +967,19 @@ def test_rows_leave_move_wait_and_resume_in_one_update() -> None:
     assert offsets == [0, 0, 0, 0, 11, 11, 11]
     counts = [2, 2, 2, 2, 1, 1, 1]
     table = inputs.metadata.block_table.tolist()
-    assert [blocks[:count] for blocks, count in zip(table, counts, strict=True)] == [
-        [479, 482],
-        [480, 489],
-        [484, 486],
-        [485, 487],
-        [483],
-        [481],
-        [488],
+    held = [blocks[:count] for blocks, count in zip(table, counts, strict=True)]
+    assert [[block - first for block in blocks] for blocks in held] == [
+        [0, 3],
+        [1, 10],
+        [5, 7],
+        [6, 8],
+        [4],
+        [2],
+        [9],
     ]
     assert all(blocks[1] == pool.dummy for blocks in table[4:])
-    assert pool.free == 479
+    assert context.rows()["state_slot"].tolist() == slots[[0, 1, 5, 6, 4, 2, 9]].tolist()
+    assert pool.free == first
     assert pool.held == sum(counts)
     context.check()
 

@@ -1,5 +1,6 @@
 """The context alone with a pool: sizes, room, eviction, sharing, and its numbers."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -142,9 +143,13 @@ def test_a_prompt_beyond_the_tokens_of_a_step_is_refused() -> None:
     pool = BlockPool(491)
     context = make_context(pool, max_tokens=200, block_tokens=128)
 
-    with pytest.raises(TokenOverflow, match="is to get 225 more, and may have 200"):
+    with pytest.raises(TokenOverflow, match="is to get 225 more, and may have 200") as never:
         add(context, 1, 225)
     assert pool.held == 0
+    add(context, 2, 150)
+    with pytest.raises(TokenOverflow, match="is to get 51 more, and may have 200") as later:
+        add(context, 3, 51)
+    assert (never.value.transient, later.value.transient) == (False, True)
 
 
 # Room
@@ -168,6 +173,16 @@ def test_availability_says_what_is_short() -> None:
     context.reset()
     context.deallocate()
     assert not context.check_availability(1).states
+
+
+@pytest.mark.parametrize("num_free", [10, 1, 0])
+def test_blocks_are_available_up_to_the_last_one_and_no_further(num_free: int) -> None:
+    pool = BlockPool(21)
+    context = make_context(pool)
+    pool.allocate(20 - num_free)
+
+    assert context.check_availability(4 * num_free).fits
+    assert not context.check_availability(4 * num_free + 1).blocks
 
 
 def test_what_is_available_is_taken_in_and_what_is_not_is_refused() -> None:
@@ -428,6 +443,22 @@ def test_statistics_count_rows_tokens_and_blocks() -> None:
     assert (found.usable_blocks, found.free_blocks, found.held_blocks) == (10, 0, 10)
     assert found.active_blocks == 2
     assert (found.held_fraction, found.active_fraction) == (1.0, 0.2)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (4,), (5, 4, 9), (1, 2, 3, 12)])
+def test_statistics_hold_as_many_blocks_as_the_tokens_need(lengths: tuple[int, ...]) -> None:
+    pool = BlockPool(20)
+    context = make_context(pool)
+    for row, length in enumerate(lengths):
+        add(context, row, length)
+
+    found = context.statistics()
+
+    assert found.held_blocks == found.active_blocks == sum(-(-length // 4) for length in lengths)
+    assert found.held_blocks + found.free_blocks == found.usable_blocks == 19
+    assert 0 < found.active_fraction <= found.held_fraction <= 1
+    numbers = msgspec.structs.asdict(found)
+    assert {name: type(number) for name, number in numbers.items()} == dict.fromkeys(numbers, int)
 
 
 def test_statistics_of_an_empty_context_are_zeros() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from callboard.gpu.admission import RowMismatch
+from callboard.gpu.attention.sdpa import SdpaAttention
 from callboard.gpu.blocks import BlockPool
 from callboard.gpu.device import resident_bytes
 from callboard.gpu.memory import blocks_for
@@ -1005,6 +1006,15 @@ def test_its_room_does_not_count_the_block_for_padding(runner: ModelRunner) -> N
 
     assert (room.num_blocks, room.block_tokens) == (runner.num_blocks - 1, BLOCK_TOKENS)
     assert (room.max_rows, room.max_step_tokens, room.max_model_len) == (16, 512, 128)
+
+
+def test_blocks_that_the_attention_backend_cannot_take_are_refused_at_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SdpaAttention, "block_multiple", 3)
+
+    with pytest.raises(ConfigError, match=r"block_tokens is 4, and .* sdpa needs a multiple of 3"):
+        ModelRunner(make_config()).load()
 
 
 def test_the_models_context_is_the_default() -> None:

@@ -46,6 +46,13 @@ def test_arrays_arrive_with_their_values_types_and_shapes(device: str, length: i
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_all_that_is_sent_at_once_lies_in_one_buffer(device: str) -> None:
+    tensors = Staging(torch.device(device)).send(make_arrays(100))
+
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_what_is_sent_next_does_not_mix_with_what_was_sent(device: str) -> None:
     staging = Staging(torch.device(device))
     staging.send(make_arrays(100))

@@ -1,6 +1,7 @@
 """The embedded engine, whole, over a runner that counts up instead of computing."""
 
 import threading
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -184,6 +185,44 @@ async def test_a_completion_says_what_it_took(engine: Engine) -> None:
     assert answer.time_per_output_token_s is not None
     to_last = answer.time_to_first_token_s + 2 * answer.time_per_output_token_s
     assert 0 < answer.time_to_first_token_s < to_last <= answer.latency_s < 20
+
+
+async def test_a_completion_says_what_happened_to_it_in_order(engine: Engine) -> None:
+    before = time.time()
+    answers = await engine.generate([[5], [6, 7]], max_tokens=3)
+
+    for answer in answers:
+        kinds = [event.kind for event in answer.events]
+        assert kinds == ["queued", "admitted", "first_token", "finished"]
+        times = [event.at for event in answer.events]
+        assert times == sorted(times)
+        assert before - 1 < times[0]  # the two clocks are read at different times
+        assert times[-1] < time.time() + 1
+
+
+async def test_a_request_that_waited_and_was_evicted_says_so() -> None:
+    runner = ScriptedRunner(num_blocks=4, max_model_len=MODEL_LEN)
+    async with open_engine(parts=parts(runner), paused_limit_blocks=0) as engine:
+        await engine.pause()
+        requests = [
+            await engine.add_request(name, prompt, max_tokens=9)
+            for name, prompt in (("old", [1, 2, 3, 4]), ("new", [5, 6, 7, 8]))
+        ]
+        await engine.unpause()
+        old, new = [await request.completion() for request in requests]
+
+    kinds = [event.kind for event in new.events]
+    assert [event.kind for event in old.events][-1] == "finished"
+    assert kinds == [
+        "queued",
+        "admitted",
+        "first_token",
+        "paused",
+        "evicted",
+        "admitted",
+        "finished",
+    ]
+    assert (old.token_ids, new.token_ids) == (list(range(5, 14)), list(range(9, 18)))
 
 
 async def test_a_server_that_talks_nonsense_fails_the_request_and_is_told_to_free_it(

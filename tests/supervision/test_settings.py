@@ -22,7 +22,7 @@ def complaint(path: Path | None, **overrides: Any) -> str:
 
 def test_without_a_file_and_flags_there_are_the_defaults() -> None:
     assert load_settings(None) == Settings()
-    assert Settings().listen == DEFAULT_ENDPOINT
+    assert (Settings().listen, Settings().max_step_tokens) == (DEFAULT_ENDPOINT, 512)
 
 
 def test_the_default_endpoint_is_open_to_this_machine_alone() -> None:
