@@ -125,7 +125,6 @@ def test_a_context_has_its_memory_from_the_start() -> None:
 
 
 def test_memory_goes_back_to_the_system_and_comes_again() -> None:
-    release_memory(CPU)  # what tests before this one have left would go back with it
     context = make_context(ATTENTION, num_blocks=2**15)
     size = context.bytes
     allocated = resident_bytes(CPU)
