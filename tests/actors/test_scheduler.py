@@ -461,18 +461,6 @@ async def test_the_device_has_as_many_steps_as_may_be_planned_ahead(depth: int) 
         assert (stage.free, stage.counts) == (64, (0, 0, 0))
 
 
-async def test_a_pause_is_acknowledged_when_all_steps_planned_ahead_are_over() -> None:
-    async with open_stage(pipeline_depth=2) as stage:
-        await stage.submit("a", 5)
-        pause = await stage.ask(Pause())
-        assert len(stage.steps) == 2
-        await stage.finish_step()
-        assert (pause.open, len(stage.steps)) == (True, 1)
-        await stage.finish_step()
-        assert (pause.open, stage.steps) == (False, [])
-        assert stage.output["a"] == alone(PROMPT, 2)
-
-
 @pytest.mark.parametrize(("paused_limit", "paused"), [(None, 1), (1, 0)])
 async def test_what_waiting_rows_may_hold_is_limited(paused_limit: int | None, paused: int) -> None:
     async with open_stage(num_blocks=4, paused_limit=paused_limit) as stage:

@@ -3,7 +3,8 @@
 from typing import Any
 
 from callboard.messages.control import NodeStatus
-from callboard.supervision.engine import Completion, Engine, open_engine
+from callboard.supervision.engine import Engine, open_engine
+from callboard.supervision.record import Completion
 
 BLOCK_BYTES = 2048  # of random:tiny in float32, with four tokens in a block
 BEGINNING = [(7 * index) % 320 for index in range(12)]
