@@ -29,6 +29,7 @@ from callboard.actors.kv_allocator import KVAllocator
 from callboard.actors.ledger import TextOut
 from callboard.actors.link import Link
 from callboard.actors.metrics import Metrics
+from callboard.actors.placement import LeastLoaded, Placement, PrefixAware, RoundRobin
 from callboard.actors.ref import LocalRef
 from callboard.actors.scheduler import Scheduler
 from callboard.actors.system import ActorSystem
@@ -150,6 +151,7 @@ def root(
             network,
             address.endpoint,
             metrics=LocalRef(system.cell("metrics")),
+            placement=_placement(settings),
             control_endpoint=lambda: top.control_endpoint,
             model=settings.model,
             bound=address.set,
@@ -191,6 +193,15 @@ def replica_process(
     return ReplicaProcess(
         system, network, settings, coordinator=address.endpoint, run_folder=run_folder
     )
+
+
+def _placement(settings: Settings) -> Placement:
+    if settings.routing == "round_robin":
+        return RoundRobin()
+    # Where replicas share no prefixes, it does not matter where they are.
+    if settings.routing == "least_loaded" or not settings.prefix_caching:
+        return LeastLoaded()
+    return PrefixAware(weight=settings.prefix_weight, capacity=settings.max_rows)
 
 
 def _starter(start_replica: Callable[[str], Actor[Any]], name: str) -> Callable[[], Actor[Any]]:
