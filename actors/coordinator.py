@@ -13,14 +13,22 @@ import trio
 from callboard.actors.actor import Actor
 from callboard.actors.link import FromReplica, ToReplica
 from callboard.actors.mailbox import Reply
+from callboard.actors.placement import PeerKey, Placement
 from callboard.actors.ref import ActorRef
-from callboard.actors.routing import OpenRequest, PeerKey, Routing
+from callboard.actors.routing import OpenRequest, Routing
 from callboard.actors.session import Joined, Left, Listener, Said
 from callboard.actors.system import ActorSystem, Timer
 from callboard.actors.transport import Network
 from callboard.actors.zmq_socket import EndpointError
 from callboard.messages.base import Message
-from callboard.messages.control import AbortReply, AbortRequests, ControlReply, Stop
+from callboard.messages.control import (
+    AbortReply,
+    AbortRequests,
+    ControlReply,
+    KVLevel,
+    Stop,
+    Suspend,
+)
 from callboard.messages.errors import (
     ActorStopped,
     CallboardError,
@@ -71,6 +79,7 @@ class Coordinator(Actor[CoordinatorInbox]):
         endpoint: str,
         *,
         metrics: ActorRef[StepStats | RequestStats],
+        placement: Placement,
         control_endpoint: Callable[[], str],
         model: str,
         bound: Callable[[str], None],
@@ -83,7 +92,7 @@ class Coordinator(Actor[CoordinatorInbox]):
         self._control_endpoint = control_endpoint
         self._bound = bound
         self._model = model
-        self._routing = Routing()
+        self._routing = Routing(placement)
         self._listener: Listener | None = None
         self._stopping: list[tuple[Stop, Reply]] = []
         self._taken = 0
@@ -118,6 +127,12 @@ class Coordinator(Actor[CoordinatorInbox]):
             self._end(self._routing.open_requests(), FinishReason.ABORT)
         self._acknowledge_stop()
         return None
+
+    async def on_suspend(self, verb: Suspend) -> ControlReply | None:
+        """Forget where prefixes are, when the replicas are to forget them."""
+        if verb.kv is KVLevel.DROP:
+            self._routing.forget_prefixes()
+        return self.ack(verb)
 
     async def receive(self, message: CoordinatorInbox) -> object:
         """Handle one message; the answer of AbortRequests is how many there were."""
@@ -284,7 +299,7 @@ class Coordinator(Actor[CoordinatorInbox]):
                 # A process that was killed says nothing; that its next life is here says enough.
                 self._listening.drop(earlier, "its next life has joined")
             self._replicas[hello.name] = peer
-            self._routing.replica_joined(peer)
+            self._routing.replica_joined(peer, hello.name)
             self.log.info("replica joined", replica=hello.name)
 
     def _leave(self, peer: PeerKey, reason: str) -> None:

@@ -2,12 +2,21 @@
 
 import contextlib
 
+import trio
+
 from callboard.actors.actor import Actor
 from callboard.actors.ref import ActorRef
-from callboard.actors.session import Connection, Joined, Left, Said
+from callboard.actors.session import (
+    PING_INTERVAL_S,
+    SILENCE_LIMIT_S,
+    Connection,
+    Joined,
+    Left,
+    Said,
+)
 from callboard.actors.system import ActorSystem
 from callboard.actors.transport import Network
-from callboard.messages.errors import Unreachable
+from callboard.messages.errors import NameInUse, Unreachable
 from callboard.messages.events import RequestStats, StepStats
 from callboard.messages.membership import Role
 from callboard.messages.requests import Abort, Accepted, ForgetAll, Refused, Submit, TokensOut
@@ -16,6 +25,9 @@ ToReplica = Submit | Abort
 FromReplica = Accepted | Refused | TokensOut | StepStats | RequestStats
 
 LinkInbox = FromReplica
+
+NAME_TIMEOUT_S = SILENCE_LIMIT_S + 5.0
+"""How long a life before this one may take to be missed, when its machine died without a word."""
 
 
 class Link(Actor[LinkInbox]):
@@ -56,7 +68,7 @@ class Link(Actor[LinkInbox]):
             deliver=self._deliver,
         )
         self.spawn(self._connection.run)
-        await self._connection.wait_welcome()
+        await self._wait_welcome(self._connection)
 
     async def on_stop(self) -> None:
         """Say goodbye, so that the coordinator gives the requests to others at once."""
@@ -76,6 +88,17 @@ class Link(Actor[LinkInbox]):
         """Return where it is connected to."""
         connected = self._connection is not None and self._connection.present
         return {"endpoint": self._endpoint, "connected": int(connected)}
+
+    async def _wait_welcome(self, connection: Connection) -> None:
+        give_up_at = trio.current_time() + NAME_TIMEOUT_S
+        while True:
+            try:
+                await connection.wait_welcome()
+                return
+            except NameInUse:
+                if trio.current_time() >= give_up_at:
+                    raise
+            await trio.sleep(PING_INTERVAL_S)
 
     async def _deliver(self, event: Said | Joined | Left) -> None:
         match event:

@@ -13,10 +13,11 @@ guilty goes on to MAX_ATTEMPTS.
 import itertools
 import secrets
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 import msgspec
 
+from callboard.actors.placement import PeerKey, Placement
 from callboard.messages.errors import Failure, MailboxFull, RequestError
 from callboard.messages.requests import (
     MAX_REQUEST_ID_CHARS,
@@ -27,8 +28,6 @@ from callboard.messages.requests import (
     RequestId,
     Submit,
 )
-
-PeerKey = bytes
 
 MAX_OPEN = 16_384
 MAX_ATTEMPTS = 4
@@ -97,13 +96,16 @@ class OpenRequest:
 class Routing:
     """All open requests, by client and by replica."""
 
-    def __init__(self, *, max_open: int = MAX_OPEN) -> None:
+    def __init__(self, placement: Placement, *, max_open: int = MAX_OPEN) -> None:
+        self._placement = placement
         self._max_open = max_open
         self._name = secrets.token_hex(4)
         self._numbers = itertools.count(1)
         self._by_wire_id: dict[RequestId, OpenRequest] = {}
         self._by_client: dict[PeerKey, dict[RequestId, OpenRequest]] = {}
-        self._by_replica: dict[PeerKey, dict[int, OpenRequest]] = {}
+        self._by_replica: dict[PeerKey, dict[int, OpenRequest]] = {}  # in the order of their names
+        self._names: dict[PeerKey, str] = {}  # of the replicas
+        self._weights: dict[PeerKey, int] = {}  # the version that made a replica's last token
         self._unassigned: dict[int, OpenRequest] = {}
         self._suspects: dict[int, OpenRequest] = {}  # unassigned, too
         self._on_trial: dict[PeerKey, OpenRequest] = {}  # a replica's suspect
@@ -167,11 +169,11 @@ class Routing:
         return waiting[min(waiting)] if waiting else None
 
     def assign(self, request: OpenRequest) -> PeerKey | None:
-        """Give a request to the replica with the fewest; None when there is none for it."""
-        replicas = self._replicas_for(request)
-        if not replicas:
+        """Give a request to the replica that the policy chooses; None when there is none for it."""
+        loads = self._loads_for(request)
+        if not loads:
             return None
-        replica = min(replicas, key=lambda key: len(self._by_replica[key]))
+        replica = self._placement.choose(loads, request.submit.prompt)
         self._take_up(request)
         request.replica = replica
         request.attempts += 1
@@ -217,6 +219,7 @@ class Routing:
             request.output.frombytes(delta.token_ids)
             if delta.token_ids:
                 self._acquit(request)
+                self._note_weights(request, delta.weights_version)
             delta = msgspec.structs.replace(
                 delta,
                 request_id=request.client_id,
@@ -238,14 +241,21 @@ class Routing:
         if not mine:
             self._by_client.pop(request.client, None)
 
-    def replica_joined(self, replica: PeerKey) -> None:
+    def replica_joined(self, replica: PeerKey, name: str) -> None:
         """A replica is there, and runs nothing."""
-        self._by_replica[replica] = {}
+        self._names[replica] = name
+        joined = {**self._by_replica, replica: dict[int, OpenRequest]()}
+        # The shorter name first: so replica-2 comes before replica-10.
+        order = sorted(joined, key=lambda key: (len(self._names[key]), self._names[key]))
+        self._by_replica = {key: joined[key] for key in order}
 
     def replica_left(self, replica: PeerKey) -> tuple[list[OpenRequest], list[OpenRequest]]:
         """A replica is gone: returns its requests to give away again, and those to fail."""
         lost = self._by_replica.pop(replica, {}).values()
+        self._names.pop(replica, None)
+        self._weights.pop(replica, None)
         self._on_trial.pop(replica, None)
+        self._placement.forget(replica)
         again: list[OpenRequest] = []
         hopeless: list[OpenRequest] = []
         for request in _by_age(lost):
@@ -266,10 +276,24 @@ class Routing:
         clients: Iterable[dict[RequestId, OpenRequest]] = self._by_client.values()
         return [mine[request_id] for mine in clients if request_id in mine]
 
-    def _replicas_for(self, request: OpenRequest) -> Collection[PeerKey]:
-        if not request.is_suspect:
-            return self._by_replica
-        return [replica for replica in self._by_replica if replica not in self._on_trial]
+    def forget_prefixes(self) -> None:
+        """No replica has what it has computed any more."""
+        for replica in self._by_replica:
+            self._placement.forget(replica)
+
+    def _loads_for(self, request: OpenRequest) -> dict[PeerKey, int]:
+        loads = {replica: len(mine) for replica, mine in self._by_replica.items()}
+        if request.is_suspect:
+            for replica in self._on_trial:
+                del loads[replica]
+        return loads
+
+    def _note_weights(self, request: OpenRequest, version: int) -> None:
+        replica = request.replica
+        if replica is not None and self._weights.setdefault(replica, version) != version:
+            # What was computed with other weights is of no use to these.
+            self._weights[replica] = version
+            self._placement.forget(replica)
 
     def _take_up(self, request: OpenRequest) -> None:
         self._unassigned.pop(request.number, None)

@@ -14,7 +14,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Container, Mapping
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -44,6 +44,8 @@ from callboard.messages.errors import (
     CallboardError,
     DeadlineExceeded,
     Failure,
+    MailboxFull,
+    NameInUse,
     ProtocolMismatch,
     Unreachable,
     WireError,
@@ -82,6 +84,9 @@ HANDSHAKE_TIMEOUT_S = 5.0
 LONGEST_S = 9e9
 """What is said of a longer time to answer: an int64 of nanoseconds ends soon after."""
 
+MAX_PEERS = 1024
+"""Peers a listener has at once; each may have a window and an outbox full of frames."""
+
 GOODBYE_S = 1.0
 """How long peers may take to read their last words."""
 
@@ -102,6 +107,7 @@ class Joined(Message, frozen=True):
 
     peer: PeerKey
     hello: Any  # Hello at a listener, Welcome at a connection
+    session: str = ""  # what `Listener.send` takes, so that nothing gets into a later one
 
 
 class Left(Message, frozen=True):
@@ -109,7 +115,7 @@ class Left(Message, frozen=True):
 
     peer: PeerKey
     reason: str
-    for_good: bool = False  # a server that was told to stop, and will not be back soon
+    for_good: bool = False  # a server that was told to stop, or a peer that said goodbye
 
 
 SERVER: PeerKey = b""
@@ -177,6 +183,16 @@ class _Flow:
         self.room = trio.Event()
 
     @property
+    def unread(self) -> int:
+        """How many frames the peer was given, sent or not, and has not taken."""
+        return self._sent + len(self.outbox) - self._acknowledged
+
+    @property
+    def given(self) -> int:
+        """How many frames the peer was given in all, sent or not."""
+        return self._sent + len(self.outbox)
+
+    @property
     def blocked(self) -> bool:
         """Whether a frame sent now would have to wait for credit."""
         return bool(self.outbox) or self._sent - self._acknowledged >= WINDOW
@@ -193,7 +209,8 @@ class _Flow:
 
     def acknowledge(self, taken: int) -> None:
         """The peer has taken so many in all: send what waited for that. Raises PeerGone."""
-        self._acknowledged = max(self._acknowledged, taken)
+        # Of what was not sent it cannot have taken anything, whatever it says.
+        self._acknowledged = max(self._acknowledged, min(taken, self._sent))
         while self.outbox and self._sent - self._acknowledged < WINDOW:
             self._send(self.outbox.popleft())
             self._sent += 1
@@ -319,11 +336,13 @@ class Listener(_Speaker):
         outboxes: Mapping[Role, Any],
         welcome: Callable[[str], Welcome],
         deliver: Deliver,
+        unique: Container[Role] = (),
         max_frame_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
         """`inboxes` and `outboxes` say, by role, what a peer may say and what it may be told.
 
-        `welcome` makes the Welcome for a session id.
+        `welcome` makes the Welcome for a session id. Of a role in `unique` no two peers have a
+        name at once: the second is refused for as long as the first is there.
         """
         super().__init__(system, name, max_frame_bytes, deliver)
         self._port: ServerPort = network.listen(endpoint, max_frame_bytes=max_frame_bytes)
@@ -332,6 +351,7 @@ class Listener(_Speaker):
         kinds = {kind for union in inboxes.values() for kind in members(union)}
         self._union = _union([*members(SESSION), *sorted(kinds, key=str)])
         self._welcome = welcome
+        self._unique = unique
         self._peers: dict[PeerKey, _Peer] = {}
         self._departure = trio.Event()
 
@@ -377,12 +397,20 @@ class Listener(_Speaker):
             while self._peers:
                 await self._departure.wait()
 
-    def send(self, peer: PeerKey, message: Message) -> bool:
-        """Send, or queue for lack of credit; False when the peer is gone (or given up just now)."""
+    def send(self, peer: PeerKey, message: Message, *, session: str = "") -> bool:
+        """Send, or queue for lack of credit; False when the peer is gone (or given up just now).
+
+        Or when it is in another session than the one that is given.
+        """
         found = self._peers.get(peer)
-        if found is None:
+        if found is None or (session and found.session != session):
             return False
         return self._post(found, self._frame(message)[1])
+
+    def frames(self, peer: PeerKey) -> tuple[int, int]:
+        """Return how many frames a peer was given in this session, and has not taken of them."""
+        found = self._peers.get(peer)
+        return (0, 0) if found is None else (found.flow.given, found.flow.unread)
 
     def answer(self, peer: PeerKey, message_id: int, value: object) -> bool:
         """Answer a peer's ask with a value, or with an error."""
@@ -402,7 +430,7 @@ class Listener(_Speaker):
 
         return await self._ask(peer, call, timeout, post)
 
-    def drop(self, peer: PeerKey, reason: str) -> None:
+    def drop(self, peer: PeerKey, reason: str, *, for_good: bool = False) -> None:
         """Forget a peer and tell the actor.
 
         Whatever the peer says next makes it say Hello again, and begin a new session.
@@ -411,7 +439,7 @@ class Listener(_Speaker):
         if known is not None:
             log.info("peer dropped", peer=known.hello.name, reason=reason)
             self.asks.fail_of(peer, ActorStopped(f"the peer is gone: {reason}"))
-            self._tell(Left(peer=peer, reason=reason))
+            self._tell(Left(peer=peer, reason=reason, for_good=for_good))
             self._departure.set()
             self._departure = trio.Event()
 
@@ -461,7 +489,7 @@ class Listener(_Speaker):
             case Credit(taken=taken):
                 self._acknowledge(peer, taken)
             case Bye():
-                self.drop(key, "left")
+                self.drop(key, "left", for_good=True)
             case _ if isinstance(message, self._allowed[peer.hello.role]):
                 self._hear(peer, message, envelope)
             case Pong():
@@ -480,9 +508,9 @@ class Listener(_Speaker):
 
     def _greet(self, key: PeerKey, hello: Hello) -> None:
         expected = self._schemas.get(hello.role)
-        mismatch = _mismatch(hello, expected, self._name)
-        if mismatch is not None:
-            self._reply(key, Unwelcome(failure=Failure.of(mismatch)))
+        refusal = _mismatch(hello, expected, self._name) or self._no_place(key, hello)
+        if refusal is not None:
+            self._reply(key, Unwelcome(failure=Failure.of(refusal)))
             return
         known = self._peers.get(key)
         if known is not None and known.hello.incarnation == hello.incarnation:
@@ -491,9 +519,30 @@ class Listener(_Speaker):
         self.asks.fail_of(key, ActorStopped("the peer began anew"))
         flow = _Flow(lambda frame: self._port.send_nowait(key, frame))
         peer = self._peers[key] = _Peer(key, hello, flow)
-        self._tell(Joined(peer=key, hello=hello))
+        self._tell(Joined(peer=key, hello=hello, session=peer.session))
         # Before the actor can say anything to it, which would belong to no session.
         self._reply(key, self._welcome(peer.session))
+
+    def _no_place(self, key: PeerKey, hello: Hello) -> CallboardError | None:
+        """Say why somebody cannot be welcomed now."""
+        holder = self._holder(key, hello)
+        if holder is not None:
+            if hello.instance and hello.instance == holder.hello.instance:
+                self.drop(holder.key, "it is here again by another way")
+            else:
+                self._reply(holder.key, Ping())  # which drops it, if it is gone unnoticed
+            if holder.key in self._peers:
+                return NameInUse(f"a {hello.role} named {hello.name} is there already")
+        if key not in self._peers and len(self._peers) >= MAX_PEERS:
+            return MailboxFull(f"{len(self._peers)} peers are connected already")
+        return None
+
+    def _holder(self, key: PeerKey, hello: Hello) -> _Peer | None:
+        if hello.role not in self._unique:
+            return None
+        who = (hello.role, hello.name)
+        others = (peer for peer in self._peers.values() if peer.key != key)
+        return next((peer for peer in others if (peer.hello.role, peer.hello.name) == who), None)
 
     def _acknowledge(self, peer: _Peer, taken: int) -> None:
         try:
@@ -556,6 +605,7 @@ class Connection(_Speaker):
         self.welcome: Welcome | None = None
         self._role = role
         self._incarnation = time.time_ns()
+        self._instance = secrets.token_hex(16)
         self._schema = schema_hash(outbox, inbox)
         self._union = _union([*members(SESSION), *members(inbox)])
         self._port: ClientPort = network.connect(endpoint, max_frame_bytes=max_frame_bytes)
@@ -582,7 +632,12 @@ class Connection(_Speaker):
             nursery.cancel_scope.cancel(f"the connection to {self.endpoint} was closed")
 
     async def wait_welcome(self, timeout: float = HANDSHAKE_TIMEOUT_S) -> Welcome:
-        """Wait for the handshake. Raises Unreachable, or ProtocolMismatch as the server says."""
+        """Wait for the handshake. Raises Unreachable, or what the server refuses it for.
+
+        After a refusal it can be tried again.
+        """
+        if self._refusal is not None:
+            self._refusal, self._welcomed = None, trio.Event()
         with trio.move_on_after(timeout):
             await self._port.send(self._hello())
             await self._welcomed.wait()
@@ -708,6 +763,7 @@ class Connection(_Speaker):
             name=self._name,
             incarnation=self._incarnation,
             schema=self._schema,
+            instance=self._instance,
         )
         return self._frame(hello)[1]
 

@@ -4,10 +4,12 @@ CallboardError
 ├── WireError              bytes that are no message: malformed, unknown, too large  (peer's bug)
 │   └── ProtocolMismatch   the two ends speak different versions or types            (upgrade one)
 ├── DeliveryError
-│   ├── MailboxFull        nothing was queued; try later                             (back off)
+│   ├── MailboxFull        nothing was queued; try later, it may say when            (back off)
 │   ├── ActorStopped       it will never answer                                      (give up)
 │   ├── ActorFailed        it died of this message or while holding it               (decide)
 │   ├── DeadlineExceeded   it may still have acted                                   (decide)
+│   ├── NameInUse          a peer of that name is there already         (take another, or wait)
+│   ├── SlowReader         it did not read what it was sent             (read faster, or ask less)
 │   └── Unreachable        nobody answers at that endpoint                           (start it)
 ├── RequestError           this request alone is wrong: a field and what is allowed  (client fixes)
 │   └── ContextOverflow    it never fits (client fixes), or not now              (scheduler waits)
@@ -57,7 +59,13 @@ class DeliveryError(CallboardError):
 
 
 class MailboxFull(DeliveryError):
-    """The bounded lane has no room; nothing was queued."""
+    """There is no room; nothing was queued. `retry_after_s` is when to try again, 0 if unknown."""
+
+    attributes: ClassVar[tuple[str, ...]] = ("retry_after_s",)
+
+    def __init__(self, message: str, *, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class ActorStopped(DeliveryError):
@@ -70,6 +78,14 @@ class ActorFailed(DeliveryError):
 
 class DeadlineExceeded(DeliveryError):
     """No answer came in time; the message may still have acted."""
+
+
+class NameInUse(DeliveryError):
+    """Another peer of that role and name is there, and alive."""
+
+
+class SlowReader(DeliveryError):
+    """A client did not read what it was sent, so its requests were ended."""
 
 
 class Unreachable(DeliveryError):
@@ -207,6 +223,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""
     row: int | None = None
     transient: bool = False
+    retry_after_s: float = 0.0
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":

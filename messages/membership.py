@@ -21,13 +21,18 @@ class Role(enum.StrEnum):
 
 
 class Hello(Message, frozen=True):
-    """Connecting side → listening side, first frame: my version, role, name and message types."""
+    """Connecting side → listening side, first frame: my version, role, name and message types.
+
+    `instance` is a secret of the connecting side that it keeps as long as it lives, so that it can
+    be told from others of its name, and go on with what it had open when it lost its session.
+    """
 
     version: int
     role: Role
     name: str
     incarnation: int
     schema: str
+    instance: str = ""
 
 
 class Welcome(Message, frozen=True):

@@ -31,6 +31,7 @@ from callboard.actors.kv_allocator import KVAllocator
 from callboard.actors.ledger import TextOut
 from callboard.actors.link import Link
 from callboard.actors.metrics import Metrics
+from callboard.actors.placement import LeastLoaded, Placement, PrefixAware, RoundRobin
 from callboard.actors.ref import LocalRef
 from callboard.actors.scheduler import Scheduler
 from callboard.actors.system import ActorSystem
@@ -152,6 +153,7 @@ def root(
             network,
             address.endpoint,
             metrics=LocalRef(system.cell("metrics")),
+            placement=_placement(settings),
             control_endpoint=lambda: top.control_endpoint,
             model=settings.model,
             bound=address.set,
@@ -199,6 +201,15 @@ def journal_of(settings: Settings, process: str) -> AbstractAsyncContextManager[
     """Open the journal of a process, if the settings want one."""
     folder = Path(settings.journal) if settings.journal else None
     return open_journal(folder, process, about=msgspec.msgpack.encode(settings))
+
+
+def _placement(settings: Settings) -> Placement:
+    if settings.routing == "round_robin":
+        return RoundRobin()
+    # Where replicas share no prefixes, it does not matter where they are.
+    if settings.routing == "least_loaded" or not settings.prefix_caching:
+        return LeastLoaded()
+    return PrefixAware(weight=settings.prefix_weight, capacity=settings.max_rows)
 
 
 def _starter(start_replica: Callable[[str], Actor[Any]], name: str) -> Callable[[], Actor[Any]]:

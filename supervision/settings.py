@@ -10,6 +10,7 @@ import msgspec
 from callboard.messages.errors import ConfigError
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:7500"
+ROUTINGS = ("prefix_aware", "least_loaded", "round_robin")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 ENDPOINT = re.compile(r"tcp://.+:(\d{1,5}|\*)|ipc://.+")
@@ -21,6 +22,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: str = ""  # a .gguf file, a Hugging Face folder, random:PRESET; "" is the default model
     listen: str = DEFAULT_ENDPOINT
     replicas: int = 1
+    routing: str = "prefix_aware"  # how a replica is chosen: or least_loaded, round_robin
+    prefix_weight: float = 0.2  # of a known prefix against load, where routing is prefix_aware
     device: str = "auto"  # auto, cpu, cuda, cuda:1
     dtype: str = "auto"  # auto, float64, float32, float16, bfloat16
     attention: str = "auto"  # auto, sdpa, flash
@@ -97,6 +100,10 @@ def _check(settings: Settings) -> None:
         raise _WrongSetting(
             "log_level", f"is {settings.log_level!r}, and must be one of {', '.join(LOG_LEVELS)}"
         )
+    if settings.routing not in ROUTINGS:
+        raise _WrongSetting(
+            "routing", f"is {settings.routing!r}, and must be one of {', '.join(ROUTINGS)}"
+        )
     if not ENDPOINT.fullmatch(settings.listen):
         raise _WrongSetting(
             "listen", f"is {settings.listen!r}, and must be tcp://HOST:PORT or ipc://PATH"
@@ -106,6 +113,7 @@ def _check(settings: Settings) -> None:
 def _check_ranges(settings: Settings) -> None:
     for name, low, high in (
         ("replicas", 1, 64),
+        ("prefix_weight", 0, 1),
         ("threads", 0, 1024),
         ("kv_cache_gb", 1e-6, 4096),
         ("block_tokens", 0, 4096),

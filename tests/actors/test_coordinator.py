@@ -15,6 +15,7 @@ from callboard.actors.actor import Cell
 from callboard.actors.coordinator import Coordinator, FromClient, ToClient
 from callboard.actors.link import FromReplica, ToReplica
 from callboard.actors.metrics import Metrics
+from callboard.actors.placement import LeastLoaded, Placement, PrefixAware
 from callboard.actors.ref import LocalRef
 from callboard.actors.routing import MAX_ATTEMPTS
 from callboard.actors.session import OUTBOX, WINDOW, Connection, Joined, Left, Said
@@ -23,7 +24,14 @@ from callboard.actors.transport import MemoryNetwork, Network, ZmqNetwork
 from callboard.actors.zmq_socket import open_zmq_context
 from callboard.messages.base import Message, pack_ids, unpack_ids
 from callboard.messages.codec import MAX_FRAME_BYTES
-from callboard.messages.control import AbortReply, AbortRequests, ControlReply, Stop
+from callboard.messages.control import (
+    AbortReply,
+    AbortRequests,
+    ControlReply,
+    KVLevel,
+    Stop,
+    Suspend,
+)
 from callboard.messages.errors import Failure, RequestError, SequenceOverflow
 from callboard.messages.events import RequestStats, StepStats
 from callboard.messages.membership import Role
@@ -203,6 +211,7 @@ class Stage:
         self.ref: LocalRef[Any] = LocalRef(self.cell)
         self.metrics: Cell = system.cell("metrics")
         self.bound: list[str] = []
+        self.placement: Placement = LeastLoaded()
         self._nursery = nursery
 
     async def start(self) -> None:
@@ -243,6 +252,7 @@ class Stage:
             self.network,
             self.endpoint,
             metrics=LocalRef(self.metrics),
+            placement=self.placement,
             control_endpoint=lambda: "memory://control",
             model="a model",
             bound=self.bound.append,
@@ -745,7 +755,7 @@ async def test_a_request_without_a_replica_is_aborted_at_once(stage: Stage) -> N
 
 async def test_a_request_being_aborted_whose_replica_is_lost_ends_there(stage: Stage) -> None:
     client, replica = await stage.client(), await stage.replica()
-    other = await stage.replica("other")
+    other = await stage.replica("the other")
     await client.submit("r")
     await client.say(Abort(request_id="r"))
     await replica.leave()
@@ -1061,3 +1071,23 @@ async def test_whatever_replicas_do_every_request_ends_once_and_without_a_gap(se
         assert sum(len(client.ends) for client in evening.clients) == len(evening.expected)
         assert finished > len(evening.expected) / 2
         assert stage.cell.lives == 1
+
+
+# Where prefixes are.
+
+
+async def test_choices_of_a_prompt_go_to_one_replica_until_its_cache_is_dropped() -> None:
+    async with open_stage() as stage:
+        await stage.cell.stop()
+        stage.placement = PrefixAware(weight=0.5, capacity=4)
+        await stage.start()
+        client = await stage.client()
+        one, other = await stage.replica("one"), await stage.replica("other")
+        for name in ("r", "r#1", "r#2"):
+            await client.submit(name)
+        assert (len(one.given), len(other.given)) == (3, 0)
+        await stage.ref.ask(Suspend(kv=KVLevel.KEEP))
+        await client.submit("r#3")
+        await stage.ref.ask(Suspend(kv=KVLevel.DROP))
+        await client.submit("s")
+        assert (len(one.given), len(other.given)) == (4, 1)

@@ -9,12 +9,18 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from callboard.actors.actor import Cell
 from callboard.actors.link import FromReplica, Link, ToReplica
 from callboard.actors.ref import LocalRef
-from callboard.actors.session import Joined, Left, Listener, Said
+from callboard.actors.session import SILENCE_LIMIT_S, Connection, Joined, Left, Listener, Said
 from callboard.actors.system import ActorSystem, open_system
 from callboard.actors.transport import MemoryNetwork
 from callboard.messages.base import Message, pack_ids
 from callboard.messages.control import State
-from callboard.messages.errors import Failure, ProtocolMismatch, RequestError, Unreachable
+from callboard.messages.errors import (
+    Failure,
+    NameInUse,
+    ProtocolMismatch,
+    RequestError,
+    Unreachable,
+)
 from callboard.messages.events import StepStats
 from callboard.messages.membership import Role, Welcome
 from callboard.messages.requests import (
@@ -66,7 +72,27 @@ class Line:
         )
         await self._nursery.start(self.cell.run, lambda: link)
 
-    def listen(self, *, inbox: Any = FromReplica) -> None:
+    async def impostor(self) -> Connection:
+        """Have somebody else join by the link's name."""
+
+        async def ignore(event: Said | Joined | Left) -> None:
+            pass
+
+        other = Connection(
+            self._system,
+            self._network,
+            ENDPOINT,
+            role=Role.REPLICA,
+            name="replica-0",
+            inbox=ToReplica,
+            outbox=FromReplica,
+            deliver=ignore,
+        )
+        self._nursery.start_soon(other.run)
+        await other.wait_welcome()
+        return other
+
+    def listen(self, *, inbox: Any = FromReplica, **options: Any) -> None:
         self.listener = Listener(
             self._system,
             self._network,
@@ -76,6 +102,7 @@ class Line:
             outboxes={Role.REPLICA: ToReplica},
             welcome=lambda session: Welcome(name="c", session=session, max_frame_bytes=9),
             deliver=self._deliver,
+            **options,
         )
         self._nursery.start_soon(self.listener.run)
 
@@ -127,6 +154,28 @@ async def test_without_a_coordinator_it_does_not_start(autojump_clock: MockClock
         with pytest.raises(Unreachable, match="nobody answers"):
             await line.start()
         assert line.cell.state is State.FAILED
+
+
+async def test_it_waits_for_a_life_before_it_to_be_missed(autojump_clock: MockClock) -> None:
+    async with open_line() as line:
+        line.listen(unique=(Role.REPLICA,))
+        before = await line.impostor()
+        before._say = lambda message: None  # type: ignore[method-assign]  # its machine is dead
+        await line.start()
+        left, joined = line.events[-2:]
+        assert (type(left), type(joined)) == (Left, Joined)
+        assert trio.current_time() > SILENCE_LIMIT_S
+
+
+async def test_it_does_not_start_beside_another_of_its_name_that_is_alive(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_line() as line:
+        line.listen(unique=(Role.REPLICA,))
+        before = await line.impostor()
+        with pytest.raises(NameInUse, match="a replica named replica-0 is there already"):
+            await line.start()
+        assert before.present
 
 
 async def test_a_coordinator_of_another_version_is_named(autojump_clock: MockClock) -> None:

@@ -4,7 +4,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from callboard.actors.routing import MAX_ATTEMPTS, OpenRequest, PeerKey, Routing
+from callboard.actors.placement import LeastLoaded, PeerKey, PrefixAware
+from callboard.actors.routing import MAX_ATTEMPTS, OpenRequest, Routing
 from callboard.messages.base import pack_ids, unpack_ids
 from callboard.messages.errors import Failure, MailboxFull, OutOfBlocks, RequestError
 from callboard.messages.requests import Accepted, Delta, FinishReason, Submit, TokenPrompt
@@ -23,9 +24,9 @@ def submit(request_id: str = "r", **fields: Any) -> Submit:
 
 
 def routing(*replicas: PeerKey, max_open: int = 100) -> Routing:
-    made = Routing(max_open=max_open)
+    made = Routing(LeastLoaded(), max_open=max_open)
     for replica in replicas:
-        made.replica_joined(replica)
+        made.replica_joined(replica, replica.decode())
     return made
 
 
@@ -117,7 +118,7 @@ def test_a_request_goes_to_the_replica_with_the_fewest() -> None:
         running(made, str(number))
     counts = sorted(len(mine) for mine in made._by_replica.values())
     assert counts == [2, 2, 3]
-    made.replica_joined(b"fresh")
+    made.replica_joined(b"fresh", "fresh")
     assert running(made, "next").replica == b"fresh"
 
 
@@ -126,7 +127,7 @@ def test_each_attempt_and_each_ledger_has_wire_ids_of_its_own() -> None:
     request = running(made)
     first = request.wire_id
     made.replica_left(A)
-    made.replica_joined(A)
+    made.replica_joined(A, A.decode())
     made.assign(request)
     assert len({first, request.wire_id, running(later).wire_id}) == 3
 
@@ -246,7 +247,7 @@ def test_a_request_that_is_lost_with_every_replica_is_given_up() -> None:
     made = routing()
     request = made.submit(CLIENT, submit(), 0.0)
     for loss in range(1, MAX_ATTEMPTS + 1):
-        made.replica_joined(A)
+        made.replica_joined(A, A.decode())
         made.assign(request)
         again, hopeless = made.replica_left(A)
         assert (again, hopeless) == (([request], []) if loss < MAX_ATTEMPTS else ([], [request]))
@@ -256,7 +257,7 @@ def test_a_request_that_got_on_meanwhile_is_not_given_up() -> None:
     made = routing()
     request = made.submit(CLIENT, submit(), 0.0)
     for start in range(3 * MAX_ATTEMPTS):
-        made.replica_joined(A)
+        made.replica_joined(A, A.decode())
         made.assign(request)
         made.deliver(request, delta(request, start, 7))
         assert made.replica_left(A) == ([request], [])
@@ -267,7 +268,7 @@ def lose(made: Routing, replica: PeerKey = A) -> list[OpenRequest]:
     _, hopeless = made.replica_left(replica)
     for request in hopeless:
         made.close(request)
-    made.replica_joined(replica)
+    made.replica_joined(replica, replica.decode())
     while (waiting := made.next_to_assign()) is not None:
         made.assign(waiting)
     return hopeless
@@ -302,7 +303,7 @@ def test_each_replica_is_given_one_of_those() -> None:
     requests = [running(made, str(number)) for number in range(3)]
     lose(made)
     lose(made)
-    made.replica_joined(B)
+    made.replica_joined(B, B.decode())
     while (request := made.next_to_assign()) is not None:
         made.assign(request)
     assert [request.replica for request in requests] == [A, B, None]
@@ -361,7 +362,7 @@ def test_whatever_happens_the_tables_agree(seed: int) -> None:
             case 0:
                 replica = rng.choice((A, B, C))
                 if replica not in replicas:
-                    made.replica_joined(replica)
+                    made.replica_joined(replica, replica.decode())
                     replicas.add(replica)
             case 1:
                 if replicas:
@@ -406,3 +407,50 @@ def check_tables(made: Routing, replicas: set[PeerKey]) -> None:
                 assert made._on_trial[request.replica] is request
     assert sum(map(len, made._by_client.values())) == len(requests)
     assert sum(map(len, made._by_replica.values())) + len(made.unassigned()) == len(requests)
+
+
+# Prefixes.
+
+
+def aware(*replicas: PeerKey) -> Routing:
+    made = Routing(PrefixAware(weight=0.5, capacity=10))
+    for replica in replicas:
+        made.replica_joined(replica, replica.decode())
+    return made
+
+
+def test_replicas_come_in_the_order_of_their_names_whenever_they_join() -> None:
+    made = routing()
+    for number in (10, 2, 1):
+        made.replica_joined(b"%d" % number, f"replica-{number}")
+    assert [running(made, str(n)).replica for n in range(3)] == [b"1", b"2", b"10"]
+
+
+def test_the_choices_of_a_prompt_find_it_on_one_replica() -> None:
+    made = aware(A, B, C)
+    running(made, "another", OTHER)
+    choices = [running(made, name) for name in ("r", "r#1", "r#2", "r#3")]
+    assert {choice.replica for choice in choices} == {A}
+
+
+def test_when_a_replica_makes_tokens_with_other_weights_its_prefixes_are_forgotten() -> None:
+    made = aware(A, B)
+    request = running(made)
+    made.deliver(request, msgspec.structs.replace(delta(request, 0, 7), weights_version=1))
+    assert running(made, "s").replica == A
+    made.deliver(request, msgspec.structs.replace(delta(request, 1, 8), weights_version=2))
+    assert running(made, "t").replica == B
+    made.deliver(request, msgspec.structs.replace(delta(request, 2), weights_version=0))  # no token
+    assert running(made, "u").replica == B
+
+
+def test_prefixes_are_forgotten_when_told_and_with_their_replica() -> None:
+    policy = PrefixAware(weight=0.5, capacity=10)
+    made = Routing(policy)
+    made.replica_joined(A, "a")
+    running(made, "r")
+    made.forget_prefixes()
+    assert policy.num_known == 0
+    running(made, "s")
+    made.replica_left(A)
+    assert policy.num_known == 0

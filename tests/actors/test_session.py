@@ -46,6 +46,7 @@ from callboard.messages.errors import (
     CallboardError,
     DeadlineExceeded,
     Failure,
+    NameInUse,
     ProtocolMismatch,
     RequestError,
     Unreachable,
@@ -575,7 +576,166 @@ async def test_a_connection_counts_a_servers_garbage_and_goes_on(
     assert connection.present
 
 
+# Names that are taken.
+
+
+REPLICA: dict[str, Any] = {"role": Role.REPLICA, "schema": schema_hash(Secret, Note)}
+
+
+async def test_a_name_of_a_role_that_has_each_once_is_refused_while_its_holder_is_there(
+    autojump_clock: MockClock, world: World
+) -> None:
+    listener = world.listener(mail := Mail(), unique=(Role.REPLICA,))
+    first, second = world.raw(), world.raw()
+    assert isinstance(await first.hello(**REPLICA, instance="a"), Welcome)
+    answer = await second.hello(**REPLICA, instance="b")
+    assert isinstance(answer, Unwelcome)
+    assert answer.failure.code == "NameInUse"
+    assert answer.failure.message == "a replica named raw is there already"
+    assert isinstance(await second.hello(**REPLICA | {"name": "another"}), Welcome)
+    await mail.joined(2)
+    assert mail.kinds == ["Joined", "Joined"]
+    await first.say(Bye())
+    await mail.left()
+    assert isinstance(await second.hello(**REPLICA | {"incarnation": 2}), Welcome)
+    listener.close()
+
+
+async def test_a_holder_that_died_without_a_word_is_replaced(
+    autojump_clock: MockClock, world: World
+) -> None:
+    world.listener(mail := Mail(), unique=(Role.REPLICA,))
+    first, second = world.raw(), world.raw()
+    await first.hello(**REPLICA)
+    first.port.close()
+    assert isinstance(await second.hello(**REPLICA), Welcome)
+    await mail.joined(2)
+    assert mail.kinds == ["Joined", "Left", "Joined"]
+
+
+async def test_a_holder_that_is_silent_for_long_is_replaced_then(
+    autojump_clock: MockClock, world: World
+) -> None:
+    """Its machine may have died: nothing says so but the silence."""
+    world.listener(mail := Mail(), unique=(Role.REPLICA,))
+    first, second = world.raw(), world.raw()
+    await first.hello(**REPLICA)
+    assert isinstance(await second.hello(**REPLICA), Unwelcome)
+    await mail.left()
+    assert isinstance(await second.hello(**REPLICA), Welcome)
+
+
+async def test_a_holder_that_is_here_again_by_another_way_replaces_itself(
+    autojump_clock: MockClock, world: World
+) -> None:
+    world.listener(mail := Mail(), unique=(Role.REPLICA,))
+    first, second = world.raw(), world.raw()
+    await first.hello(**REPLICA, instance="a")
+    assert isinstance(await second.hello(**REPLICA, instance="a"), Welcome)
+    await mail.joined(2)
+    assert mail.kinds == ["Joined", "Left", "Joined"]
+
+
+async def test_other_roles_may_have_a_name_twice(autojump_clock: MockClock, world: World) -> None:
+    world.listener(Mail(), unique=(Role.REPLICA,))
+    for _ in range(2):
+        assert isinstance(await world.raw().hello(), Welcome)
+
+
+async def test_who_is_refused_may_wait_for_its_welcome_again(
+    autojump_clock: MockClock, world: World
+) -> None:
+    world.listener(Mail(), unique=(Role.CLIENT,))
+    first, second = world.connection(Mail()), world.connection(there := Mail())
+    await first.wait_welcome()
+    for _ in range(2):
+        with pytest.raises(NameInUse, match="a client named client is there already"):
+            await second.wait_welcome()
+    first.close()
+    assert (await second.wait_welcome()).name == "server"
+    assert second.present
+    await there.joined()
+    assert there.kinds == ["Joined"]
+
+
+async def test_there_is_room_for_a_bounded_number_of_peers(
+    autojump_clock: MockClock, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("callboard.actors.session.MAX_PEERS", 2)
+    world.listener(mail := Mail())
+    raws = [world.raw() for _ in range(3)]
+    answers = [await raw.hello() for raw in raws]
+    assert [type(answer) for answer in answers] == [Welcome, Welcome, Unwelcome]
+    assert answers[2].failure.code == "MailboxFull"
+    assert isinstance(await raws[0].hello(incarnation=2), Welcome)  # it has its place already
+    await raws[1].say(Bye())
+    await mail.left()
+    assert isinstance(await raws[2].hello(), Welcome)
+
+
+async def test_who_says_goodbye_has_left_for_good_and_who_is_lost_has_not(
+    autojump_clock: MockClock, world: World
+) -> None:
+    listener = world.listener(mail := Mail())
+    raw = world.raw()
+    await raw.hello()
+    listener.drop(await mail.joined(), "cut off")
+    await raw.hello(incarnation=2)
+    await raw.say(Bye())
+    await mail.left(2)
+    assert [event.for_good for event in mail.events if isinstance(event, Left)] == [False, True]
+
+
+async def test_what_is_for_one_session_does_not_get_into_the_next(
+    autojump_clock: MockClock, world: World
+) -> None:
+    listener = world.listener(mail := Mail())
+    raw = world.raw()
+    await raw.hello()
+    key = await mail.joined()
+    await raw.hello(incarnation=2)
+    await mail.joined(2)
+    first, second = [event.session for event in mail.events if isinstance(event, Joined)]
+    assert not listener.send(key, Note(number=1), session=first)
+    assert listener.send(key, Note(number=2), session=second)
+    assert (await raw.hear()).number == 2
+
+
+async def test_a_connection_has_one_secret_in_all_its_sessions(
+    autojump_clock: MockClock, world: World
+) -> None:
+    world.listener(mail := Mail())
+    one, other = world.connection(Mail()), world.connection(Mail())
+    await one.wait_welcome()
+    await other.wait_welcome()
+    one._lose("cut off")
+    await mail.joined(3)
+    first, second, again = [event.hello for event in mail.events if isinstance(event, Joined)]
+    assert again.incarnation != first.incarnation
+    assert again.instance == first.instance != second.instance
+    assert len(first.instance) == 32
+
+
 # Credit.
+
+
+async def test_how_much_a_peer_has_not_taken_is_known(
+    autojump_clock: MockClock, world: World
+) -> None:
+    listener = world.listener(mail := Mail())
+    raw = world.raw()
+    await raw.hello()
+    key = await mail.joined()
+    for number in range(WINDOW + 100):
+        listener.send(key, Note(number=number))
+    assert listener.frames(key) == (WINDOW + 100, WINDOW + 100)
+    await raw.say(Credit(taken=60))
+    await wait_all_tasks_blocked()
+    assert listener.frames(key) == (WINDOW + 100, WINDOW + 40)
+    await raw.say(Credit(taken=10**9))  # it cannot have taken what was not sent
+    await wait_all_tasks_blocked()
+    assert listener.frames(key) == (WINDOW + 100, 40)
+    assert listener.frames(b"somebody else") == (0, 0)
 
 
 async def test_no_more_than_a_window_is_under_way_until_credit_comes(

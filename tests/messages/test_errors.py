@@ -65,6 +65,13 @@ def test_a_request_error_keeps_its_field_and_what_is_allowed() -> None:
     assert (str(again), again.field, again.allowed) == ("top_p is 2", "top_p", "0 to 1")
 
 
+def test_a_full_mailbox_may_say_when_to_try_again() -> None:
+    again = through_the_wire(MailboxFull("no room", retry_after_s=2.5))
+
+    assert isinstance(again, MailboxFull)
+    assert again.retry_after_s == 2.5
+
+
 def test_the_overflows_are_those_of_rows_tokens_lengths_blocks_slots_and_memory() -> None:
     assert {kind.__name__ for kind in OVERFLOWS} == {
         "ContextOverflow",

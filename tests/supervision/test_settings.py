@@ -134,3 +134,9 @@ def test_a_file_of_bytes_is_no_toml(file: Path) -> None:
     file.write_bytes(b"\xff\xfe\x00")
 
     assert complaint(file).startswith(f"{file}: ")
+
+
+def test_a_way_of_routing_that_there_is_not_is_named_with_those_there_are() -> None:
+    assert complaint(None, routing="random") == (
+        "routing is 'random', and must be one of prefix_aware, least_loaded, round_robin"
+    )
