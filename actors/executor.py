@@ -21,11 +21,11 @@ class Runner(Protocol):
     """
 
     def load(self) -> None:
-        """Load the weights; harmless when they are there."""
+        """Load the weights, or take them back from the host; harmless when they are there."""
         ...
 
     def allocate(self) -> None:
-        """Allocate the KV cache, empty; harmless when it is there."""
+        """Allocate the KV cache, empty or as it was offloaded; harmless when it is there."""
         ...
 
     def free_weights(self) -> int:
@@ -34,6 +34,14 @@ class Runner(Protocol):
 
     def free_kv(self) -> int:
         """Free the KV cache and forget every row; returns the bytes the system got back."""
+        ...
+
+    def offload_weights(self) -> int:
+        """Free the weights and keep them on the host until `load`; returns the bytes as above."""
+        ...
+
+    def offload_kv(self) -> int:
+        """Free the KV cache and keep it, and the rows, on the host until `allocate`."""
         ...
 
     def execute(self, step: RunStep) -> StepDone:
@@ -110,10 +118,8 @@ class Executor(Actor[ExecutorInbox]):
     async def on_suspend(self, verb: Suspend) -> ControlReply | None:
         """Free what the levels name; acknowledged when the system has it back."""
         freed = 0
-        if verb.kv is KVLevel.DROP:
-            freed += await self._thread.run(self._runner.free_kv)
-        if verb.weights is WeightsLevel.DISCARD:
-            freed += await self._thread.run(self._runner.free_weights)
+        for free in self._ways_to_free(verb):
+            freed += await self._thread.run(free)
         await self._describe()
         return self.ack(verb, bytes_freed=freed)
 
@@ -130,6 +136,16 @@ class Executor(Actor[ExecutorInbox]):
     async def _take_memory(self) -> None:
         await self._thread.run(self._runner.load)
         await self._thread.run(self._runner.allocate)
+
+    def _ways_to_free(self, levels: Suspend) -> list[Callable[[], int]]:
+        runner = self._runner
+        of_kv = {KVLevel.DROP: runner.free_kv, KVLevel.OFFLOAD: runner.offload_kv}
+        of_weights = {
+            WeightsLevel.DISCARD: runner.free_weights,
+            WeightsLevel.OFFLOAD: runner.offload_weights,
+        }
+        ways = [of_kv.get(levels.kv), of_weights.get(levels.weights)]
+        return [way for way in ways if way is not None]
 
     async def _describe(self) -> None:
         self._details = await self._thread.run(self._runner.describe)

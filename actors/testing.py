@@ -104,6 +104,15 @@ class ScriptedRunner:
         self._cache.clear()
         return 2000 * was
 
+    def offload_weights(self) -> int:
+        """Pretend to offload."""
+        return self.free_weights()
+
+    def offload_kv(self) -> int:
+        """Pretend to offload; the rows stay."""
+        was, self.allocated = self.allocated, False
+        return 2000 * was
+
     def room(self) -> DeviceReady:
         """Return what the constructor was given."""
         return self._room

@@ -42,6 +42,11 @@ class Caches:
         """The size of all buffers; 0 once they are freed."""
         return self._tokens.bytes + (self._states.bytes if self._states else 0)
 
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """All there is, contiguous and on one device; none once they are freed."""
+        return self._tokens.buffers + (self._states.buffers if self._states else ())
+
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a layer's K and V caches, each `[blocks, block_tokens, kv_heads, head_dim]`."""
         return self._key_values(index).layer(self._spec.number(index, "attention"))

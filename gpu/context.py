@@ -183,13 +183,28 @@ class DynamicContext(ContextRows):
         """What the model keeps between steps; raises MemoryDeallocated where it is not here."""
         return self._memory.caches
 
+    @property
+    def offloaded(self) -> bool:
+        """Whether the caches are on the host, and the rows wait for `allocate`."""
+        return self._memory.offloaded
+
     def allocate(self) -> None:
         """Take the memory of the caches, with no row in them; does nothing where it is taken.
+
+        Behind `offload` they are what they were, and so are the rows.
 
         Raises ConfigError where the blocks have another size than the model needs, and what the
         device raises where the memory is not there.
         """
         self._memory.allocate()
+
+    def offload(self) -> None:
+        """Copy the caches to the host and give their memory back; rows wait until `allocate`.
+
+        Returns to the system as with `deallocate`. Raises what `host_copies` raises, and changes
+        nothing then.
+        """
+        self._memory.offload()
 
     def deallocate(self) -> None:
         """Forget all rows and give the memory of the caches back, until `allocate`.

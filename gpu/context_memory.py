@@ -12,6 +12,8 @@ import torch
 from callboard.gpu.cache_spec import CacheSpec
 from callboard.gpu.caches import Caches
 from callboard.gpu.context_check import check_state_slots
+from callboard.gpu.device import wait_for
+from callboard.gpu.offload import HostCopy, host_copies
 from callboard.gpu.rows import NO_SLOT
 from callboard.gpu.state_slots import RowSlots, StateSlots
 from callboard.messages.errors import MemoryDeallocated
@@ -43,6 +45,7 @@ class ContextMemory:
         self._num_states = num_states
         self._device = device
         self._caches: Caches | None = None
+        self._copies: list[HostCopy] = []
         self._slots = StateSlots(num_states) if spec is not None and spec.state else None
         self.allocated = False
 
@@ -63,8 +66,16 @@ class ContextMemory:
             raise MemoryDeallocated("there are no caches here: they are deallocated, or elsewhere")
         return self._caches
 
+    @property
+    def offloaded(self) -> bool:
+        """Whether the caches are on the host."""
+        return bool(self._copies)
+
     def allocate(self) -> None:
-        """Take the memory; does nothing where it is taken. Raises what `Caches` raises."""
+        """Take the memory, with what was offloaded in it; does nothing where it is taken.
+
+        Raises what `Caches` raises.
+        """
         if self.allocated:
             return
         if self._spec is not None:
@@ -75,13 +86,26 @@ class ContextMemory:
                 num_states=self._num_states,
                 device=self._device,
             )
+            self._bring_back(self._caches)
         self.allocated = True
+
+    def offload(self) -> None:
+        """Give the memory back and keep what is in it on the host, until `allocate`.
+
+        Raises what `host_copies` raises, and changes nothing then.
+        """
+        if self._caches is not None:
+            copies = host_copies(self._caches.buffers)
+            self.free()
+            self._copies = copies
+        self.allocated = False
 
     def free(self) -> None:
         """Give the memory back; no row may be left that has a slot."""
         if self._caches is not None:
             self._caches.free()
         self._caches = None
+        self._copies = []
         self.allocated = False
 
     def check_room(self, num_rows: int) -> None:
@@ -118,3 +142,10 @@ class ContextMemory:
         if self._slots is not None:
             num_slots = self._slots.num_slots
             check_state_slots(rows, num_slots - self._slots.free, num_slots)
+
+    def _bring_back(self, caches: Caches) -> None:
+        if self._copies:
+            for copy, buffer in zip(self._copies, caches.buffers, strict=True):
+                copy.write_to(buffer)
+            wait_for(self._device)
+            self._copies = []

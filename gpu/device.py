@@ -99,12 +99,23 @@ def wait_for(device: torch.device) -> None:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give memory of dropped tensors back to the OS or driver, where it can be seen to be free."""
+    """Give memory of dropped tensors back to the OS or driver, where it can be seen to be free.
+
+    That of the host which was pinned for them, too.
+    """
     gc.collect()
     wait_for(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        _empty_host_cache()
     _trim_heap()
+
+
+def _empty_host_cache() -> None:
+    """Return pinned host memory that nobody uses to the OS; torch has the call since 2.13."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None)
+    if empty is not None:
+        empty()
 
 
 def _trim_heap() -> None:

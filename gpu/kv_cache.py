@@ -30,7 +30,7 @@ class KVCache:
         shape = (2, num_layers, num_blocks, block_tokens, num_kv_heads, head_dim)
         buffer = torch.zeros(shape, dtype=dtype, device=device)
         self._layers = [(buffer[0, layer], buffer[1, layer]) for layer in range(num_layers)]
-        self._bytes = buffer.nbytes
+        self.buffers: tuple[Tensor, ...] = (buffer,)
 
     @property
     def allocated(self) -> bool:
@@ -40,7 +40,7 @@ class KVCache:
     @property
     def bytes(self) -> int:
         """The size of the buffer; 0 once it is freed."""
-        return self._bytes
+        return sum(buffer.nbytes for buffer in self.buffers)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the layer's caches, each `[blocks, block_tokens, kv_heads, head_dim]`.
@@ -58,7 +58,7 @@ class KVCache:
     def free(self) -> None:
         """Let the buffer go; its memory returns as soon as nobody else holds a layer of it."""
         self._layers = []
-        self._bytes = 0
+        self.buffers = ()
 
 
 class LatentCache:
@@ -77,12 +77,12 @@ class LatentCache:
         shape = (num_layers, num_blocks, block_tokens, width)
         buffer = torch.zeros(shape, dtype=dtype, device=device)
         self._layers = list(buffer.unbind())
-        self._bytes = buffer.nbytes
+        self.buffers: tuple[Tensor, ...] = (buffer,)
 
     @property
     def bytes(self) -> int:
         """The size of the buffer; 0 once it is freed."""
-        return self._bytes
+        return sum(buffer.nbytes for buffer in self.buffers)
 
     def layer(self, index: int) -> Tensor:
         """Return the layer's cache, `[blocks, block_tokens, width]`.
@@ -101,4 +101,4 @@ class LatentCache:
     def free(self) -> None:
         """Let the buffer go; its memory returns as soon as nobody else holds a layer of it."""
         self._layers = []
-        self._bytes = 0
+        self.buffers = ()

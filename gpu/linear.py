@@ -24,7 +24,7 @@ class Linear:
         self._bias = bias_O
         self._onednn = _onednn_multiplies(weight_OI)
         repack = self._onednn and not shared
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_OI) if repack else weight_OI
+        self._weight = repacked(weight_OI) if repack else weight_OI
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Return [T, O]."""
@@ -34,6 +34,12 @@ class Linear:
             )
             return y_TO
         return F.linear(x_TI, self._weight, self._bias)
+
+
+def repacked(weight_OI: Tensor) -> Tensor:
+    """Return a weight in oneDNN's own layout; `to_dense` gives back what it was."""
+    blocked: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI)
+    return blocked
 
 
 def _onednn_multiplies(weight: Tensor) -> bool:

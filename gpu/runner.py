@@ -9,7 +9,7 @@ Letters: T tokens of a step, S rows that sample in it, D model width, V vocabula
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -35,6 +35,7 @@ from callboard.gpu.logprobs import PIECE_TOKENS, likeliest, score_prompt
 from callboard.gpu.memory import MemoryPlan, gib_to_bytes, plan_memory
 from callboard.gpu.models.config import DecoderConfig
 from callboard.gpu.models.decoder import Decoder
+from callboard.gpu.offload import OffloadedModel
 from callboard.gpu.sampling import sample
 from callboard.gpu.step_inputs import StepInputs
 from callboard.messages.errors import CallboardError, ConfigError
@@ -93,8 +94,9 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ModelRunner:
     """The device's side of an executor: `load` and `allocate` once, then `execute` step by step.
 
-    `free_kv` and `free_weights` give memory back to the system; `allocate` and `load` take it
-    again. Each of the four does nothing where it is done already.
+    `free_kv` and `free_weights` give memory back to the system, and `offload_kv` and
+    `offload_weights` do so with a copy on the host; `allocate` and `load` take it again. Each does
+    nothing where it is done already.
     """
 
     def __init__(self, config: RunnerConfig) -> None:
@@ -106,6 +108,7 @@ class ModelRunner:
         self._device = choose_device(config.device)
         self._dtype = choose_dtype(self._device, config.dtype)
         self._model: LoadedModel | None = None
+        self._offloaded: OffloadedModel | None = None
         self._context: DynamicContext | None = None
         decoder = read_config(config.model).decoder
         self._cache_spec = _cache_spec(decoder, self._dtype)
@@ -161,10 +164,13 @@ class ModelRunner:
         }
 
     def load(self) -> None:
-        """Load the weights.
+        """Load the weights, from the host where they were offloaded.
 
         Raises ModelError where they are no model, ConfigError for a setting that does not fit them.
         """
+        if self._offloaded is not None:
+            self._model, self._offloaded = self._offloaded.restore(), None
+            release_memory(self._device)  # the host's
         if self._model is not None:
             return
         if self._config.threads is not None or self._config.batch_invariant:
@@ -181,11 +187,17 @@ class ModelRunner:
         self._model = model
 
     def allocate(self) -> None:
-        """Take the KV cache's memory and begin with no rows; the model must have been loaded."""
+        """Take the KV cache's memory and begin with no rows, or with those that were offloaded.
+
+        The model must have been loaded.
+        """
         self._loaded()
         if self._context is None:
             self._context = self._make_context()
+        was_offloaded = self._context.offloaded
         self._context.allocate()
+        if was_offloaded:
+            release_memory(self._device)  # the host's
 
     def execute(self, step: RunStep) -> StepDone:
         """Take in what the step brings and run one forward pass over every row that can run.
@@ -221,19 +233,43 @@ class ModelRunner:
 
     def free_kv(self) -> int:
         """Give the KV cache's memory back and forget all rows; return the bytes as measured."""
+        context = self._context
+        if context is None or not (context.allocated or context.offloaded):
+            return 0
+        return self._freed(context.deallocate)
+
+    def offload_kv(self) -> int:
+        """Give the KV cache's memory back and keep it on the host, and the rows with it.
+
+        Returns the bytes as measured. Raises what `host_copies` raises, and changes nothing then.
+        """
         if self._context is None or not self._context.allocated:
             return 0
-        before = resident_bytes(self._device)
-        self._context.deallocate()
-        release_memory(self._device)
-        return before - resident_bytes(self._device)
+        return self._freed(self._context.offload)
 
     def free_weights(self) -> int:
         """Give the weights' memory back; return the bytes as measured."""
+        if self._model is None and self._offloaded is None:
+            return 0
+        return self._freed(self._forget_weights)
+
+    def offload_weights(self) -> int:
+        """Give the weights' memory back and keep them on the host; else as `offload_kv`."""
         if self._model is None:
             return 0
-        before = resident_bytes(self._device)
+        return self._freed(self._move_weights)
+
+    def _forget_weights(self) -> None:
+        self._model = self._offloaded = None
+
+    def _move_weights(self) -> None:
+        self._offloaded = OffloadedModel(self._loaded())
         self._model = None
+
+    def _freed(self, free: Callable[[], None]) -> int:
+        """Free memory; returns by how many bytes the process or the device's reserve shrank."""
+        before = resident_bytes(self._device)
+        free()
         release_memory(self._device)
         return before - resident_bytes(self._device)
 

@@ -75,31 +75,31 @@ class StateCache:
         places = (num_layers, num_slots + 1)
         conv = torch.zeros((*places, *shape.conv_shape), dtype=shape.conv_dtype, device=device)
         ssm = torch.zeros((*places, *shape.ssm_shape), dtype=shape.ssm_dtype, device=device)
-        self._buffers: tuple[Tensor, ...] = (conv, ssm)
+        self.buffers: tuple[Tensor, ...] = (conv, ssm)
 
     @property
     def bytes(self) -> int:
         """The size of both buffers; 0 once they are freed."""
-        return sum(buffer.nbytes for buffer in self._buffers)
+        return sum(buffer.nbytes for buffer in self.buffers)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the layer's states, `[slots + 1, *conv_shape]` and `[slots + 1, *ssm_shape]`.
 
         Raises RuntimeError once they are freed.
         """
-        if not self._buffers:
+        if not self.buffers:
             raise RuntimeError("the recurrent states are freed")
-        conv, ssm = self._buffers
+        conv, ssm = self.buffers
         return conv[index], ssm[index]
 
     def zero(self, slot: int) -> None:
         """Begin a slot's states anew in all layers."""
-        for buffer in self._buffers:
+        for buffer in self.buffers:
             buffer[:, slot].zero_()
 
     def free(self) -> None:
         """Let the buffers go; see `KVCache.free`."""
-        self._buffers = ()
+        self.buffers = ()
 
 
 class RowSlots(msgspec.Struct, frozen=True):

@@ -37,16 +37,25 @@ class PauseMode(enum.StrEnum):
 
 
 class KVLevel(enum.StrEnum):
-    """What SUSPEND does with the KV cache: free it (requests are recomputed) or leave it."""
+    """What SUSPEND does with the KV cache.
+
+    It is freed and running requests are computed again, or it is kept on the host until RESUME, or
+    it is left.
+    """
 
     DROP = "drop"
+    OFFLOAD = "offload"
     KEEP = "keep"
 
 
 class WeightsLevel(enum.StrEnum):
-    """What SUSPEND does with the weights: leave them or free them (RESUME loads them again)."""
+    """What SUSPEND does with the weights.
+
+    They are left, or kept on the host until RESUME, or freed until RESUME loads them again.
+    """
 
     KEEP = "keep"
+    OFFLOAD = "offload"
     DISCARD = "discard"
 
 

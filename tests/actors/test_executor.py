@@ -220,7 +220,12 @@ async def test_a_device_that_does_not_start_says_why(broken: str) -> None:
 SUSPENDED = [
     (KVLevel.DROP, WeightsLevel.KEEP, 2000, {"loaded": 1, "allocated": 0}),
     (KVLevel.DROP, WeightsLevel.DISCARD, 3000, {"loaded": 0, "allocated": 0}),
+    (KVLevel.DROP, WeightsLevel.OFFLOAD, 3000, {"loaded": 0, "allocated": 0}),
+    (KVLevel.OFFLOAD, WeightsLevel.KEEP, 2000, {"loaded": 1, "allocated": 0}),
+    (KVLevel.OFFLOAD, WeightsLevel.OFFLOAD, 3000, {"loaded": 0, "allocated": 0}),
+    (KVLevel.OFFLOAD, WeightsLevel.DISCARD, 3000, {"loaded": 0, "allocated": 0}),
     (KVLevel.KEEP, WeightsLevel.DISCARD, 1000, {"loaded": 0, "allocated": 1}),
+    (KVLevel.KEEP, WeightsLevel.OFFLOAD, 1000, {"loaded": 0, "allocated": 1}),
     (KVLevel.KEEP, WeightsLevel.KEEP, 0, {"loaded": 1, "allocated": 1}),
 ]
 
@@ -242,13 +247,14 @@ async def test_suspending_frees_what_the_levels_name_and_resuming_takes_it_back(
         assert one.cell.status().details == {"device": "script", "loaded": 1, "allocated": 1}
 
 
-async def test_rows_outlive_a_suspension_that_keeps_the_cache() -> None:
+@pytest.mark.parametrize("kv", [KVLevel.KEEP, KVLevel.OFFLOAD])
+async def test_rows_outlive_a_suspension_that_does_not_drop_the_cache(kv: KVLevel) -> None:
     async with lab() as one:
         await one.start()
         life = (await hear(one.scheduler)).life
         await one.ref.tell(RunStep(step=1, admits=(admit(),), life=life))
         await hear(one.scheduler)
-        await one.ref.ask(Suspend(kv=KVLevel.KEEP, weights=WeightsLevel.DISCARD))
+        await one.ref.ask(Suspend(kv=kv, weights=WeightsLevel.DISCARD))
         await one.ref.ask(Resume())
         await one.ref.tell(RunStep(step=2, life=life))
         assert unpack_ids((await hear(one.scheduler)).token_ids) == [5]
@@ -259,6 +265,8 @@ async def test_rows_outlive_a_suspension_that_keeps_the_cache() -> None:
     [
         (Suspend(), {"loaded": 1, "allocated": 0}),
         (Suspend(weights=WeightsLevel.DISCARD), {"loaded": 0, "allocated": 0}),
+        (Suspend(kv=KVLevel.OFFLOAD), {"loaded": 1, "allocated": 0}),
+        (Suspend(kv=KVLevel.OFFLOAD, weights=WeightsLevel.OFFLOAD), {"loaded": 0, "allocated": 0}),
     ],
 )
 async def test_started_while_suspended_it_takes_no_memory_and_says_what_will_fit(

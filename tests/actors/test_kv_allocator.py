@@ -283,7 +283,9 @@ async def test_a_new_row_without_room_leaves_what_it_would_share_as_it_was() -> 
     [
         (Suspend(kv=KVLevel.DROP), {}),
         (Suspend(kv=KVLevel.KEEP, weights=WeightsLevel.DISCARD), {}),
+        (Suspend(kv=KVLevel.OFFLOAD, weights=WeightsLevel.DISCARD), {}),
         (Suspend(kv=KVLevel.KEEP), {2: 2}),
+        (Suspend(kv=KVLevel.OFFLOAD, weights=WeightsLevel.OFFLOAD), {2: 2}),
     ],
 )
 async def test_memory_or_weights_that_go_take_what_was_cached_along(

@@ -926,12 +926,13 @@ async def test_dropping_the_cache_takes_all_rows_off_and_loses_nothing(stage: St
     assert all(stage.output[name] == alone(PROMPT, 4) for name in "abcd")
 
 
-async def test_keeping_the_cache_keeps_the_rows(stage: Stage) -> None:
+@pytest.mark.parametrize("kv", [KVLevel.KEEP, KVLevel.OFFLOAD])
+async def test_a_cache_that_is_not_dropped_keeps_the_rows(stage: Stage, kv: KVLevel) -> None:
     await stage.submit("a")
     await stage.ask(Pause())
     await stage.finish_step()
     held = 64 - stage.free
-    await stage.reply(Suspend(kv=KVLevel.KEEP, weights=WeightsLevel.DISCARD))
+    await stage.reply(Suspend(kv=kv, weights=WeightsLevel.DISCARD))
     assert (64 - stage.free, len(stage.runner._rows)) == (held, 1)
     await stage.reply(Resume())
     await stage.reply(Unpause())

@@ -292,7 +292,7 @@ async def test_at_most_one_more_chunk_is_computed_of_a_prompt_that_is_aborted(
     assert sum(begun + continued) <= 3 * 16
 
 
-@pytest.mark.parametrize("suspended", [None, KVLevel.DROP, KVLevel.KEEP])
+@pytest.mark.parametrize("suspended", [None, *KVLevel])
 async def test_a_request_aborted_while_nothing_runs_never_runs_again(
     clock: MockClock, suspended: KVLevel | None
 ) -> None:
@@ -702,6 +702,7 @@ async def test_log_probs_survive_eviction_suspension_and_a_new_device() -> None:
             for levels in (
                 {"kv": KVLevel.DROP},
                 {"kv": KVLevel.KEEP},
+                {"kv": KVLevel.OFFLOAD, "weights": WeightsLevel.OFFLOAD},
                 {"kv": KVLevel.DROP, "weights": WeightsLevel.DISCARD},
             ):
                 await trio.sleep(0.01)
@@ -784,7 +785,7 @@ async def test_a_request_to_which_no_token_is_left_fails_alone_and_says_so() -> 
 # KV blocks, eviction, the prefix cache, prompts in parts.
 
 
-@pytest.mark.parametrize("kv", [KVLevel.DROP, KVLevel.KEEP])
+@pytest.mark.parametrize("kv", KVLevel)
 async def test_a_prompt_suspended_between_its_parts_goes_on_before_the_others(
     clock: MockClock, kv: KVLevel
 ) -> None:
@@ -819,7 +820,7 @@ async def test_no_text_of_another_prompt_appears_however_often_all_is_suspended(
         for number in range(8):
             nursery.start_soon(ask, number)
         for round_ in range(20):
-            await engine.suspend(kv=KVLevel.KEEP if round_ % 4 == 3 else KVLevel.DROP)
+            await engine.suspend(kv=list(KVLevel)[round_ % 3])
             await engine.resume()
     assert outputs == {number: alone([number] * (number + 3), 60) for number in range(8)}
 

@@ -187,6 +187,41 @@ def test_a_context_without_caches_of_its_own_can_be_deallocated_too() -> None:
         add(context, 1, blocks=(0,))
 
 
+def test_an_offloaded_context_keeps_its_rows_and_all_that_is_in_their_memory() -> None:
+    context = make_context(num_states=4)
+    for row in (1, 2):
+        add(context, row, blocks=(row,))
+        fill(context, row, float(row))
+    k_cache, _ = context.caches.layer(2)
+    k_cache[1].fill_(0.5)
+    size = context.bytes
+
+    context.offload()
+    context.offload()
+
+    assert (context.allocated, context.offloaded, context.bytes) == (False, True, 0)
+    with pytest.raises(MemoryDeallocated, match="the context is deallocated"):
+        add(context, 3, blocks=(3,))
+    context.drop([1])
+    context.allocate()
+    assert (context.allocated, context.offloaded, context.bytes) == (True, False, size)
+    assert context.row_ids == [2]
+    assert state(context, 2) == {2.0}
+    assert context.caches.layer(2)[0][1].eq(0.5).all()
+    step(context)
+
+
+def test_an_offloaded_context_that_is_deallocated_forgets_its_rows() -> None:
+    context = make_context(ATTENTION)
+    add(context, 1, blocks=(3,))
+    context.offload()
+
+    context.deallocate()
+    context.allocate()
+
+    assert (context.row_ids, context.offloaded) == ([], False)
+
+
 def test_its_pool_forgets_prefixes_with_the_memory_that_held_them() -> None:
     pool = BlockPool(50)
     context = make_context(ATTENTION, pool=pool)

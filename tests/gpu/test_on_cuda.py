@@ -564,6 +564,33 @@ def test_what_is_freed_is_free_by_the_drivers_count_and_comes_again(tmp_path: Pa
     assert generate(runner, PROMPTS) == before
 
 
+def test_what_is_offloaded_is_free_by_the_drivers_count_and_comes_back_to_the_bit(
+    tmp_path: Path,
+) -> None:
+    runner = make_runner("cuda", model=write_config(tmp_path), num_blocks=1024)
+    before = generate(runner, PROMPTS)
+    kv_bytes, weights_bytes = runner.kv_bytes, runner.weights_bytes
+    assert runner._context is not None
+    k_cache, v_cache = (cache.clone().cpu() for cache in runner._context.caches.layer(1))
+
+    free = [driver_free_bytes()]
+    freed_kv = runner.offload_kv()
+    free.append(driver_free_bytes())
+    freed_weights = runner.offload_weights()
+    free.append(driver_free_bytes())
+
+    assert freed_kv >= 0.95 * kv_bytes
+    assert free[1] - free[0] >= 0.95 * kv_bytes
+    assert freed_weights >= 0.95 * weights_bytes
+    assert free[2] - free[1] >= 0.95 * weights_bytes
+    runner.load()
+    runner.allocate()
+    again = runner._context.caches.layer(1)
+    assert again[0].cpu().equal(k_cache)
+    assert again[1].cpu().equal(v_cache)
+    assert generate(runner, PROMPTS) == before
+
+
 def test_a_cache_that_does_not_fit_fails_when_it_is_allocated() -> None:
     free_gib = driver_free_bytes() / 2**30
     before = resident_bytes(CUDA)

@@ -255,6 +255,25 @@ def test_what_suspend_found_is_found_anew_the_next_time() -> None:
     assert tree.state is State.RUNNING
 
 
+LEVELS = [Suspend(kv=kv, weights=weights) for kv in KVLevel for weights in WeightsLevel]
+
+
+@pytest.mark.parametrize("levels", LEVELS, ids=lambda verb: f"{verb.kv}-{verb.weights}")
+@pytest.mark.parametrize("found", [State.RUNNING, State.PAUSED])
+def test_whatever_the_levels_repeating_them_does_nothing_and_others_are_refused(
+    found: State, levels: Suspend
+) -> None:
+    tree = tree_in(found)
+    obey(tree, levels)
+
+    plans = {other: tree.plan(other) for other in LEVELS}
+
+    assert plans.pop(levels) == Plan()
+    assert all(plan.refused and not plan.relay for plan in plans.values())
+    obey(tree, RESUME)
+    assert tree.state is found
+
+
 def test_other_levels_are_refused_with_those_that_hold() -> None:
     tree = tree_in(State.SUSPENDED)
 
