@@ -8,7 +8,9 @@ CallboardError
 │   ├── ActorStopped       it will never answer                                      (give up)
 │   ├── ActorFailed        it died of this message or while holding it               (decide)
 │   ├── DeadlineExceeded   it may still have acted                                   (decide)
+│   ├── TooManyPeers       it has as many of that role as it takes; try later        (back off)
 │   └── Unreachable        nobody answers at that endpoint                           (start it)
+├── AccessDenied           the key is not on the list, or not with that role         (operator)
 ├── RequestError           this request alone is wrong: a field and what is allowed  (client fixes)
 │   └── ContextOverflow    it never fits (client fixes), or not now              (scheduler waits)
 │       ├── RowOverflow            all places for rows are taken
@@ -72,8 +74,16 @@ class DeadlineExceeded(DeliveryError):
     """No answer came in time; the message may still have acted."""
 
 
+class TooManyPeers(DeliveryError):
+    """The server has as many peers of that role as it takes."""
+
+
 class Unreachable(DeliveryError):
     """Nobody answers at that endpoint."""
+
+
+class AccessDenied(CallboardError):
+    """The key that was used is not on the server's list, or not with that role."""
 
 
 class RequestError(CallboardError):

@@ -10,6 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from callboard.actors.patience import BURST
 from callboard.actors.session import (
     OUTBOX,
     PING_INTERVAL_S,
@@ -1236,11 +1237,12 @@ async def test_over_sockets_garbage_is_refused(zmq_world: World) -> None:
     listener = zmq_world.listener(Mail())
     raw = zmq_world.raw()
     await raw.hello()
-    for frame in GARBAGE.values():
+    some = list(GARBAGE.values())[-BURST:]
+    for frame in some:
         await raw.port.send(frame)
-    answers = [await raw.hear() for _ in GARBAGE]
+    answers = [await raw.hear() for _ in some]
     assert all(isinstance(answer, FrameRefused) for answer in answers)
-    assert listener.frames_refused == len(GARBAGE)
+    assert listener.frames_refused == len(some)
     raw.port.close()
 
 
