@@ -21,6 +21,7 @@ import msgspec
 import trio
 
 from callboard.actors.mailbox import Reply
+from callboard.actors.patience import Patience, Rarely
 from callboard.actors.ref import current_cell
 from callboard.actors.system import ActorSystem
 from callboard.actors.transport import ClientPort, Network, PeerKey, ServerPort
@@ -40,13 +41,14 @@ from callboard.messages.codec import (
 )
 from callboard.messages.envelope import Envelope
 from callboard.messages.errors import (
+    AccessDenied,
     ActorStopped,
     CallboardError,
     DeadlineExceeded,
     Failure,
-    MailboxFull,
     NameInUse,
     ProtocolMismatch,
+    TooManyPeers,
     Unreachable,
     WireError,
 )
@@ -84,8 +86,12 @@ HANDSHAKE_TIMEOUT_S = 5.0
 LONGEST_S = 9e9
 """What is said of a longer time to answer: an int64 of nanoseconds ends soon after."""
 
-MAX_PEERS = 1024
-"""Peers a listener has at once; each may have a window and an outbox full of frames."""
+MAX_PEERS = 512
+"""How many peers of one role a listener welcomes: together with those under way they need not all
+of the 1,024 descriptors that a process has by default."""
+
+LOG_INTERVAL_S = 1.0
+"""One line in so many seconds is logged about frames that are refused."""
 
 GOODBYE_S = 1.0
 """How long peers may take to read their last words."""
@@ -338,11 +344,13 @@ class Listener(_Speaker):
         deliver: Deliver,
         unique: Container[Role] = (),
         max_frame_bytes: int = MAX_FRAME_BYTES,
+        max_peers: int = MAX_PEERS,
     ) -> None:
         """`inboxes` and `outboxes` say, by role, what a peer may say and what it may be told.
 
-        `welcome` makes the Welcome for a session id. Of a role in `unique` no two peers have a
-        name at once: the second is refused for as long as the first is there.
+        `welcome` makes the Welcome for a session id; `max_peers` holds for each role. Of a role in
+        `unique` no two peers have a name at once: the second is refused for as long as the first is
+        there.
         """
         super().__init__(system, name, max_frame_bytes, deliver)
         self._port: ServerPort = network.listen(endpoint, max_frame_bytes=max_frame_bytes)
@@ -353,6 +361,10 @@ class Listener(_Speaker):
         self._welcome = welcome
         self._unique = unique
         self._peers: dict[PeerKey, _Peer] = {}
+        self._max_peers = max_peers
+        self._patience = Patience()
+        self._log_rarely = Rarely(LOG_INTERVAL_S)
+        self.peers_cut_off = 0
         self._departure = trio.Event()
 
     @property
@@ -368,8 +380,9 @@ class Listener(_Speaker):
     async def run(self) -> None:
         """Read until closed."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch_silence)
+            nursery.start_soon(self._watch_peers)
             nursery.start_soon(self._deliver_all)
+            nursery.start_soon(self._port.keep_door)
             while not self._closed:
                 for key, frame in await self._frames():
                     self._take(key, frame)
@@ -439,6 +452,7 @@ class Listener(_Speaker):
         if known is not None:
             log.info("peer dropped", peer=known.hello.name, reason=reason)
             self.asks.fail_of(peer, ActorStopped(f"the peer is gone: {reason}"))
+            self._port.dismiss(peer)
             self._tell(Left(peer=peer, reason=reason, for_good=for_good))
             self._departure.set()
             self._departure = trio.Event()
@@ -460,6 +474,9 @@ class Listener(_Speaker):
             return []
 
     def _take(self, key: PeerKey, frame: bytes) -> None:
+        if self._patience.has_run_out(key):
+            self.frames_refused += 1  # it was cut off, and this was under way
+            return
         peer = self._peers.get(key)
         try:
             envelope = decode_frame(frame, max_bytes=self.max_frame_bytes)
@@ -483,7 +500,7 @@ class Listener(_Speaker):
             case Hello():
                 self._greet(key, message)
             case _ if peer is None:
-                self._reply(key, WhoAreYou())
+                self._answer_nonsense(key, WhoAreYou())
             case Ping():
                 self._reply(key, Pong())
             case Credit(taken=taken):
@@ -507,35 +524,42 @@ class Listener(_Speaker):
             self.drop(peer.key, "it sends more than it has credit for")
 
     def _greet(self, key: PeerKey, hello: Hello) -> None:
-        expected = self._schemas.get(hello.role)
-        refusal = _mismatch(hello, expected, self._name) or self._no_place(key, hello)
-        if refusal is not None:
-            self._reply(key, Unwelcome(failure=Failure.of(refusal)))
-            return
         known = self._peers.get(key)
+        try:
+            self._check(key, hello, known)
+        except CallboardError as error:
+            self.drop(key, "it is not welcome any more")
+            self._answer_nonsense(key, Unwelcome(failure=Failure.of(error)))
+            return
+        taken = self._name_in_use(key, hello)
+        if taken is not None:
+            self._reply(key, Unwelcome(failure=Failure.of(taken)))
+            return
         if known is not None and known.hello.incarnation == hello.incarnation:
             self._reply(key, self._welcome(known.session))
+            return
+        if known is not None and not self._spend_patience(key):
             return
         self.asks.fail_of(key, ActorStopped("the peer began anew"))
         flow = _Flow(lambda frame: self._port.send_nowait(key, frame))
         peer = self._peers[key] = _Peer(key, hello, flow)
+        self._port.admit(key)
         self._tell(Joined(peer=key, hello=hello, session=peer.session))
         # Before the actor can say anything to it, which would belong to no session.
         self._reply(key, self._welcome(peer.session))
 
-    def _no_place(self, key: PeerKey, hello: Hello) -> CallboardError | None:
-        """Say why somebody cannot be welcomed now."""
+    def _name_in_use(self, key: PeerKey, hello: Hello) -> NameInUse | None:
+        """Return why somebody cannot be welcomed under that name now, if that is so."""
         holder = self._holder(key, hello)
-        if holder is not None:
-            if hello.instance and hello.instance == holder.hello.instance:
-                self.drop(holder.key, "it is here again by another way")
-            else:
-                self._reply(holder.key, Ping())  # which drops it, if it is gone unnoticed
-            if holder.key in self._peers:
-                return NameInUse(f"a {hello.role} named {hello.name} is there already")
-        if key not in self._peers and len(self._peers) >= MAX_PEERS:
-            return MailboxFull(f"{len(self._peers)} peers are connected already")
-        return None
+        if holder is None:
+            return None
+        if hello.instance and hello.instance == holder.hello.instance:
+            self.drop(holder.key, "it is here again by another way")
+        else:
+            self._reply(holder.key, Ping())  # which drops it, if it is gone unnoticed
+        if holder.key not in self._peers:
+            return None
+        return NameInUse(f"a {hello.role} named {hello.name} is there already")
 
     def _holder(self, key: PeerKey, hello: Hello) -> _Peer | None:
         if hello.role not in self._unique:
@@ -543,6 +567,20 @@ class Listener(_Speaker):
         who = (hello.role, hello.name)
         others = (peer for peer in self._peers.values() if peer.key != key)
         return next((peer for peer in others if (peer.hello.role, peer.hello.name) == who), None)
+
+    def _check(self, key: PeerKey, hello: Hello, known: _Peer | None) -> None:
+        """Raise why a peer is not welcome, if it is not."""
+        self._port.check_role(key, hello.role)
+        mismatch = _mismatch(hello, self._schemas.get(hello.role), self._name)
+        if mismatch is not None:
+            raise mismatch
+        if known is None and self._num_peers(hello.role) >= self._max_peers:
+            raise TooManyPeers(
+                f"{self._name} has {self._max_peers} peers that are {hello.role}, and takes no more"
+            )
+
+    def _num_peers(self, role: Role) -> int:
+        return sum(peer.hello.role is role for peer in self._peers.values())
 
     def _acknowledge(self, peer: _Peer, taken: int) -> None:
         try:
@@ -557,8 +595,24 @@ class Listener(_Speaker):
 
     def _refuse(self, key: PeerKey, error: WireError) -> None:
         self.frames_refused += 1
-        log.info("frame refused", reason=str(error), count=self.frames_refused)
-        self._reply(key, FrameRefused(failure=Failure.of(error)))
+        left_out = self._log_rarely.due(trio.current_time())
+        if left_out is not None:
+            count = self.frames_refused
+            log.info("frame refused", reason=str(error), count=count, lines_left_out=left_out)
+        self._answer_nonsense(key, FrameRefused(failure=Failure.of(error)))
+
+    def _answer_nonsense(self, key: PeerKey, answer: Message) -> None:
+        if self._spend_patience(key):
+            self._reply(key, answer)
+
+    def _spend_patience(self, key: PeerKey) -> bool:
+        """Count a frame that led to nothing; after too many the peer is cut off."""
+        if self._patience.spend(key, trio.current_time()):
+            return True
+        self.peers_cut_off += 1
+        self.drop(key, "too much of what it says is no message for us")
+        self._port.cut(key)
+        return False
 
     def _reply(self, key: PeerKey, message: Message) -> None:
         """Send a session message; a peer that cannot take it is dropped."""
@@ -567,15 +621,23 @@ class Listener(_Speaker):
         except (PeerGone, trio.WouldBlock, trio.ClosedResourceError) as error:
             self.drop(key, _reason(error))
 
-    async def _watch_silence(self) -> None:
+    async def _watch_peers(self) -> None:
         while True:
             await trio.sleep(PING_INTERVAL_S)
-            now = trio.current_time()
-            for key, peer in list(self._peers.items()):
-                if now - peer.heard_at > SILENCE_LIMIT_S:
-                    self.drop(key, f"it was silent for {now - peer.heard_at:.0f} s")
-                elif now - peer.heard_at > PING_INTERVAL_S:
-                    self._reply(key, Ping())
+            for peer in list(self._peers.values()):
+                self._watch(peer, trio.current_time() - peer.heard_at)
+
+    def _watch(self, peer: _Peer, silence: float) -> None:
+        try:
+            self._port.check_role(peer.key, peer.hello.role)
+        except AccessDenied as error:
+            self._reply(peer.key, Unwelcome(failure=Failure.of(error)))
+            self.drop(peer.key, str(error))
+            return
+        if silence > SILENCE_LIMIT_S:
+            self.drop(peer.key, f"it was silent for {silence:.0f} s")
+        elif silence > PING_INTERVAL_S:
+            self._reply(peer.key, Ping())
 
 
 class Connection(_Speaker):
@@ -614,6 +676,7 @@ class Connection(_Speaker):
         self._turn = trio.Lock()  # of those who wait for credit
         self._heard_at = trio.current_time()
         self._welcomed = trio.Event()
+        self._handshake = trio.CancelScope()
         self._refusal: CallboardError | None = None
 
     @property
@@ -626,23 +689,24 @@ class Connection(_Speaker):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_silence)
             nursery.start_soon(self._deliver_all)
+            nursery.start_soon(self._heed_refusals)
             while not self._closed:
                 for frame in await self._frames():
                     self._take(frame)
             nursery.cancel_scope.cancel(f"the connection to {self.endpoint} was closed")
 
     async def wait_welcome(self, timeout: float = HANDSHAKE_TIMEOUT_S) -> Welcome:
-        """Wait for the handshake. Raises Unreachable, or what the server refuses it for.
+        """Wait for the handshake. Raises Unreachable, or why the server does not welcome us.
 
-        After a refusal it can be tried again.
+        That may be ProtocolMismatch, AccessDenied, TooManyPeers or NameInUse; try again then.
         """
+        if self._refusal is None:
+            with trio.move_on_after(timeout) as self._handshake:
+                await self._port.send(self._hello())
+                await self._welcomed.wait()
         if self._refusal is not None:
-            self._refusal, self._welcomed = None, trio.Event()
-        with trio.move_on_after(timeout):
-            await self._port.send(self._hello())
-            await self._welcomed.wait()
-        if self._refusal is not None:
-            raise self._refusal
+            refusal, self._refusal, self._welcomed = self._refusal, None, trio.Event()
+            raise refusal
         if self.welcome is None:
             raise Unreachable(f"nobody answers at {self.endpoint} ({timeout:g} s)")
         return self.welcome
@@ -677,6 +741,14 @@ class Connection(_Speaker):
         self._flow.wake()
         self.asks.fail_all(ActorStopped(f"the connection to {self.endpoint} was closed"))
         self._port.close()
+
+    async def _heed_refusals(self) -> None:
+        """Let who waits for a welcome know at once that the transport will never bring one."""
+        while not self._closed:
+            try:
+                self._be_refused(await self._port.refusal())
+            except trio.ClosedResourceError:
+                return
 
     async def _frames(self) -> list[bytes]:
         try:
@@ -745,6 +817,7 @@ class Connection(_Speaker):
         if not self._present:
             self._refusal = error
             self._welcomed.set()
+            self._handshake.cancel("the server refused it")
 
     def _lose(self, reason: str, *, for_good: bool = False) -> None:
         """End the session, if there is one."""

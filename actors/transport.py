@@ -7,14 +7,38 @@ runs. Neither knows what a frame says: `session` does.
 
 import itertools
 import math
-from collections.abc import Callable
+import os
+import socket
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from typing import Generic, Protocol, TypeVar
 
 import trio
+import zmq
 
-from callboard.actors.zmq_socket import EndpointError, PeerGone, ZmqContext, ZmqSocket
+from callboard.actors.curve import (
+    KEY_CHARS,
+    AllowList,
+    ClientKeys,
+    ServerKeys,
+    answer_zap,
+    roles_of,
+)
+from callboard.actors.door import Door
+from callboard.actors.zmq_socket import (
+    EndpointError,
+    PeerGone,
+    SocketEvent,
+    ZmqContext,
+    ZmqSocket,
+    open_zmq_context,
+)
+from callboard.messages.errors import AccessDenied
+from callboard.messages.membership import Role
 
 T = TypeVar("T")
+
+DOOR_INTERVAL_S = 1.0
 
 FRAMES_PER_RECEIVE = 64
 LINGER_S = 1.0
@@ -42,6 +66,26 @@ class ServerPort(Protocol):
         """Send to one peer; raises PeerGone, or WouldBlock when its queue is full."""
         ...
 
+    async def keep_door(self) -> None:
+        """End connections that begin no session, until the port is closed."""
+        ...
+
+    def check_role(self, peer: PeerKey, role: Role) -> None:
+        """Raise AccessDenied when the peer's key, if there are keys, does not have this role."""
+        ...
+
+    def admit(self, peer: PeerKey) -> None:
+        """The peer has a session: its connection may stay."""
+        ...
+
+    def dismiss(self, peer: PeerKey) -> None:
+        """The peer's session is over: it may begin another one soon."""
+        ...
+
+    def cut(self, peer: PeerKey) -> None:
+        """End the peer's connection soon. It may connect again, and is another peer then."""
+        ...
+
     def close(self) -> None:
         """Stop listening; harmless when done before."""
         ...
@@ -62,6 +106,10 @@ class ClientPort(Protocol):
         """Send to the server, waiting until there is one with room."""
         ...
 
+    async def refusal(self) -> AccessDenied:
+        """Wait until the server does not let this connection in, and return why."""
+        ...
+
     def close(self) -> None:
         """Disconnect; harmless when done before."""
         ...
@@ -80,73 +128,259 @@ class Network(Protocol):
 
 
 class ZmqNetwork:
-    """TCP and ipc endpoints through ZMQ: one ROUTER a server, one DEALER a client."""
+    """TCP and ipc endpoints through ZMQ: one ROUTER a server, one DEALER a client.
 
-    def __init__(self, context: ZmqContext) -> None:
+    Keys are for tcp alone, and there encryption is not optional for whoever has them; an ipc
+    endpoint is guarded by the folder it is in. `open_zmq_network` opens one that has a server's.
+    """
+
+    def __init__(
+        self,
+        context: ZmqContext,
+        *,
+        server_keys: ServerKeys | None = None,
+        client_keys: ClientKeys | None = None,
+    ) -> None:
         self._context = context
+        self._server_keys = server_keys
+        self._client_keys = client_keys
 
     def listen(self, endpoint: str, *, max_frame_bytes: int) -> ServerPort:
         """Bind a ROUTER; see `Network.listen`."""
-        socket = self._context.router(
+        keys = self._server_keys if endpoint.startswith("tcp://") else None
+        router = self._context.router(
             max_message_bytes=max_frame_bytes,
             send_hwm=HIGH_WATER_MARK,
             receive_hwm=HIGH_WATER_MARK,
+            keys=None if keys is None else keys.own,
         )
         try:
-            return _ZmqServerPort(socket, socket.bind(endpoint))
+            return _ZmqServerPort(router, endpoint, None if keys is None else keys.allowed)
         except EndpointError:
-            socket.close()
+            router.close()
             raise
 
     def connect(self, endpoint: str, *, max_frame_bytes: int) -> ClientPort:
         """Connect a DEALER; see `Network.connect`."""
-        socket = self._context.dealer(
+        keys = self._client_keys if endpoint.startswith("tcp://") else None
+        dealer = self._context.dealer(
             max_message_bytes=max_frame_bytes,
             send_hwm=HIGH_WATER_MARK,
             receive_hwm=HIGH_WATER_MARK,
+            keys=keys,
         )
         try:
-            socket.connect(endpoint)
+            return _ZmqClientPort(dealer, endpoint, keys)
         except EndpointError:
-            socket.close()
+            dealer.close()
             raise
-        return _ZmqClientPort(socket)
+
+
+@asynccontextmanager
+async def open_zmq_network(
+    *, server_keys: ServerKeys | None = None, client_keys: ClientKeys | None = None
+) -> AsyncGenerator[ZmqNetwork]:
+    """Open a network of its own context; with a server's keys it lets in whom their list names."""
+    async with open_zmq_context() as context:
+        network = ZmqNetwork(context, server_keys=server_keys, client_keys=client_keys)
+        if server_keys is None:
+            yield network
+            return
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_authenticate, context.authenticator(), server_keys.allowed)
+            yield network
+            nursery.cancel_scope.cancel("the network was closed")
+
+
+async def _authenticate(authenticator: ZmqSocket, allowed: AllowList) -> None:
+    """Answer libzmq's question about every client that connects."""
+    with authenticator:
+        while True:
+            requests = await authenticator.receive_batch(FRAMES_PER_RECEIVE)
+            allowed.refresh()
+            for request in requests:
+                answer = answer_zap(request, allowed)
+                if answer is not None:
+                    _answer(authenticator, answer)
+
+
+def _answer(authenticator: ZmqSocket, answer: list[bytes]) -> None:
+    try:
+        authenticator.send_nowait(answer)
+    except (PeerGone, trio.WouldBlock):
+        return  # whom it is about has gone
 
 
 class _ZmqServerPort:
-    def __init__(self, socket: ZmqSocket, endpoint: str) -> None:
-        self._socket = socket
-        self.endpoint = endpoint
+    """A ROUTER. With keys, a peer is its routing id and its key, so that none speaks as another."""
+
+    def __init__(self, router: ZmqSocket, endpoint: str, allowed: AllowList | None) -> None:
+        self._router = router
+        self._allowed = allowed
+        self._door = Door()
+        self._fds: dict[PeerKey, int] = {}  # the descriptor of each peer's connection
+        self._peers: dict[int, PeerKey] = {}
+        self._monitor = router.monitor(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self.endpoint = router.bind(endpoint)
 
     async def receive(self) -> list[tuple[PeerKey, bytes]]:
-        frames = await self._socket.receive_batch(FRAMES_PER_RECEIVE)
-        # Whoever sends more or fewer parts than one body is not one of ours; the session refuses
-        # the empty frame this becomes.
-        return [(parts[0], parts[1] if len(parts) == 2 else b"") for parts in frames]
+        messages = await self._router.receive_frames(FRAMES_PER_RECEIVE)
+        return [self._arrived(frames) for frames in messages]
 
     def send_nowait(self, peer: PeerKey, frame: bytes) -> None:
-        self._socket.send_nowait([peer, frame])
+        routing_id = peer if self._allowed is None else peer[:-KEY_CHARS]
+        self._router.send_nowait([routing_id, frame])
+
+    async def keep_door(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch_connections)
+            while not self._router.closed:
+                await trio.sleep(DOOR_INTERVAL_S)
+                if self._allowed is not None:
+                    self._allowed.refresh()
+                self._cut_all(self._door.overdue(trio.current_time()))
+            nursery.cancel_scope.cancel("the port was closed")
+
+    def check_role(self, peer: PeerKey, role: Role) -> None:
+        if self._allowed is None:
+            return
+        public = peer[-KEY_CHARS:].decode()
+        key = self._allowed.find(public)
+        if key is None:
+            raise AccessDenied(f"the key {public} is not on the list of this server")
+        if role not in roles_of(key.role):
+            raise AccessDenied(
+                f"the key {public} ({key.name}) has the role {key.role} and may not be used as "
+                f"{role}"
+            )
+
+    def admit(self, peer: PeerKey) -> None:
+        self._note_events()
+        if peer in self._fds:
+            self._door.admit(self._fds[peer])
+
+    def dismiss(self, peer: PeerKey) -> None:
+        self._note_events()
+        if peer in self._fds:
+            self._door.dismiss(self._fds[peer], trio.current_time())
+
+    def cut(self, peer: PeerKey) -> None:
+        self._note_events()
+        if peer in self._fds:
+            # The next look at the door ends it: until then it can read what it was told last.
+            self._door.expel(self._fds[peer])
 
     def close(self) -> None:
-        self._socket.close(linger_s=LINGER_S)
+        self._router.close(linger_s=LINGER_S)
+
+    def _arrived(self, frames: list[zmq.Frame]) -> tuple[PeerKey, bytes]:
+        peer = frames[0].bytes
+        if self._allowed is not None:
+            peer += str(frames[-1].get("User-Id")).encode()
+        if peer not in self._fds:
+            self._note_events()
+            self._note_fd(peer, int(frames[-1].get(zmq.SRCFD)))
+        # Whoever sends more or fewer parts than one body is not one of ours; the session refuses
+        # the empty frame this becomes.
+        return peer, frames[1].bytes if len(frames) == 2 else b""
+
+    def _note_fd(self, peer: PeerKey, fd: int) -> None:
+        self._forget(fd)
+        self._fds[peer] = fd
+        self._peers[fd] = peer
+
+    def _forget(self, fd: int) -> None:
+        peer = self._peers.pop(fd, None)
+        if peer is not None:
+            del self._fds[peer]
+
+    async def _watch_connections(self) -> None:
+        while True:
+            try:
+                self._note(await self._monitor.receive())
+            except trio.ClosedResourceError:
+                return
+
+    def _note_events(self) -> None:
+        """Take note of what happened before what was received last, such as its being accepted."""
+        if not self._router.closed:
+            for event in self._monitor.receive_all_nowait():
+                self._note(event)
+
+    def _note(self, event: SocketEvent) -> None:
+        self._forget(event.value)
+        if event.kind == zmq.EVENT_ACCEPTED:
+            self._cut_all(self._door.accept(event.value, trio.current_time()))
+        else:
+            self._door.close(event.value)
+
+    def _cut_all(self, fds: list[int]) -> None:
+        for fd in fds:
+            if fd in self._door:
+                _shut_down(fd, self.endpoint)
+
+
+def _shut_down(fd: int, endpoint: str) -> None:
+    """End a connection that libzmq owns, which then sees it end as if by the peer.
+
+    libzmq may have closed it by now and its number be somebody else's, so it is looked at before:
+    through a duplicate, which cannot become another one.
+    """
+    try:
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            if _is_at(connection, endpoint):
+                connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # it has ended
+
+
+def _is_at(connection: socket.socket, endpoint: str) -> bool:
+    name = connection.getsockname()
+    if connection.family == socket.AF_UNIX:
+        return endpoint == f"ipc://{name}"
+    return endpoint.rpartition(":")[2] == str(name[1])
 
 
 class _ZmqClientPort:
-    def __init__(self, socket: ZmqSocket) -> None:
-        self._socket = socket
+    """A DEALER, and over tcp a monitor of its handshake."""
+
+    def __init__(self, dealer: ZmqSocket, endpoint: str, keys: ClientKeys | None) -> None:
+        self._dealer = dealer
+        self._endpoint = endpoint
+        self._keys = keys
+        self._monitor = dealer.monitor(
+            zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        )
+        dealer.connect(endpoint)
 
     async def receive(self) -> list[bytes]:
-        frames = await self._socket.receive_batch(FRAMES_PER_RECEIVE)
+        frames = await self._dealer.receive_batch(FRAMES_PER_RECEIVE)
         return [parts[0] if len(parts) == 1 else b"" for parts in frames]
 
     def send_nowait(self, frame: bytes) -> None:
-        self._socket.send_nowait([frame])
+        self._dealer.send_nowait([frame])
 
     async def send(self, frame: bytes) -> None:
-        await self._socket.send([frame])
+        await self._dealer.send([frame])
+
+    async def refusal(self) -> AccessDenied:
+        while True:
+            event = await self._monitor.receive()
+            if event.kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH and self._keys is not None:
+                return AccessDenied(
+                    f"the server at {self._endpoint} does not let in the key "
+                    f"{self._keys.own.public}: it is not on its list"
+                )
+            if event.value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+                return AccessDenied(
+                    f"the server at {self._endpoint} lets in nobody without keys, and none are set"
+                    if self._keys is None
+                    else f"the server at {self._endpoint} has no keys, and with keys set nothing "
+                    "is sent in the clear"
+                )
 
     def close(self) -> None:
-        self._socket.close(linger_s=LINGER_S)
+        self._dealer.close(linger_s=LINGER_S)
 
 
 class MemoryNetwork:
@@ -177,8 +411,11 @@ class MemoryNetwork:
 
     def connect(self, endpoint: str, *, max_frame_bytes: int) -> ClientPort:
         """Connect; see `Network.connect`."""
-        key = next(self._keys).to_bytes(5, "big")
-        return _MemoryClientPort(self, endpoint, key)
+        return _MemoryClientPort(self, endpoint)
+
+    def new_key(self) -> PeerKey:
+        """Return the key of a new connection."""
+        return next(self._keys).to_bytes(5, "big")
 
 
 class _Inlet(Generic[T]):
@@ -211,6 +448,7 @@ class _MemoryServerPort:
         self.endpoint = endpoint
         self.inlet = _Inlet[tuple[PeerKey, bytes]]()
         self.clients: dict[PeerKey, _Inlet[bytes]] = {}
+        self.been_cut: set[PeerKey] = set()
         self._on_close = on_close
         self._closed = False
 
@@ -223,6 +461,22 @@ class _MemoryServerPort:
             raise PeerGone(f"no peer {peer.hex()}")
         client.put(frame)
 
+    async def keep_door(self) -> None:
+        """Whoever connects here is of this trio run, and trusted with it."""
+
+    def check_role(self, peer: PeerKey, role: Role) -> None:
+        pass
+
+    def admit(self, peer: PeerKey) -> None:
+        pass
+
+    def dismiss(self, peer: PeerKey) -> None:
+        pass
+
+    def cut(self, peer: PeerKey) -> None:
+        self.clients.pop(peer, None)
+        self.been_cut.add(peer)
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True
@@ -231,10 +485,10 @@ class _MemoryServerPort:
 
 
 class _MemoryClientPort:
-    def __init__(self, network: MemoryNetwork, endpoint: str, key: PeerKey) -> None:
+    def __init__(self, network: MemoryNetwork, endpoint: str) -> None:
         self._network = network
         self._endpoint = endpoint
-        self._key = key
+        self._key = network.new_key()
         self._inlet = _Inlet[bytes]()
         self._closed = False
 
@@ -247,6 +501,9 @@ class _MemoryClientPort:
         server = self._network.server(self._endpoint)
         if server is None:
             raise trio.WouldBlock
+        if self._key in server.been_cut:
+            server.been_cut.remove(self._key)
+            self._key = self._network.new_key()
         server.clients[self._key] = self._inlet
         server.inlet.put((self._key, frame))
 
@@ -255,6 +512,10 @@ class _MemoryClientPort:
         while not self._closed and self._network.server(self._endpoint) is None:
             await self._network.wait_for_listener()
         self.send_nowait(frame)
+
+    async def refusal(self) -> AccessDenied:
+        await trio.sleep_forever()
+        raise AssertionError("nobody is refused here")
 
     def close(self) -> None:
         if self._closed:

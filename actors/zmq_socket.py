@@ -24,15 +24,20 @@ import errno
 import fcntl
 import os
 import stat
+import struct
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 import trio
 import zmq
+
+from callboard.actors.curve import ZAP_ANSWER_FRAMES, ClientKeys, KeyPair
+
+T = TypeVar("T")
 
 # Plain ints: an operation on zmq's enum flags costs about as much as the call it is for.
 _POLLIN = int(zmq.POLLIN)
@@ -44,8 +49,16 @@ _RETRY_S = 0.002
 _KEEPALIVE_IDLE_S = 30
 _RECONNECT_MS = 50
 _RECONNECT_MAX_MS = 2000
+_HANDSHAKE_MS = 5000
+"""How long a connection may take to greet in ZMQ's own protocol, before libzmq closes it."""
+
 _MIN_MAX_MESSAGE_BYTES = 1024
 _MAX_IPC_PATH_BYTES = 107
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_ZAP_DOMAIN = b"callboard"
+_ZAP_MAX_BYTES = 4096
+
+_Options = dict[zmq.SocketOption, int | bytes]
 
 
 class EndpointError(OSError):
@@ -74,6 +87,13 @@ class SocketStatistics(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting_writers: int
 
 
+class SocketEvent(msgspec.Struct, frozen=True):
+    """What a monitor tells: one of zmq's EVENT numbers, and a descriptor or an error's number."""
+
+    kind: int
+    value: int
+
+
 class _Direction:
     """Those who wait for one bit of EVENTS and are not the leader."""
 
@@ -83,7 +103,7 @@ class _Direction:
 
 
 class ZmqSocket:
-    """One ROUTER or DEALER, for any number of tasks of the trio run that opened it.
+    """One ROUTER, DEALER or PAIR, for any number of tasks of the trio run that opened it.
 
     Every async method is a checkpoint; a cancelled send queued nothing and a cancelled receive lost
     nothing. Once closed, all but `close` and `statistics` raise `trio.ClosedResourceError`; a use
@@ -93,6 +113,8 @@ class ZmqSocket:
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._is_router = socket.type == zmq.ROUTER
+        self._num_frames = 1 + self._is_router
+        self._monitor: ZmqMonitor | None = None
         self._max_message_bytes = int(socket.getsockopt(zmq.MAXMSGSIZE))
         self._fd = int(socket.getsockopt(zmq.FD))
         self._token = trio.lowlevel.current_trio_token()
@@ -162,24 +184,33 @@ class ZmqSocket:
     def receive_nowait(self) -> list[bytes]:
         """Return one message, or raise `trio.WouldBlock` where there is none."""
         self._check_usable()
-        if not (messages := self._receive_now(1)):
+        if not (messages := self._receive_now(1, self._read_bytes)):
             raise trio.WouldBlock
         return messages[0]
 
     @trio.lowlevel.enable_ki_protection
     async def receive_batch(self, max_messages: int) -> list[list[bytes]]:
         """Wait for a message; return it and those there by then, `max_messages` at most."""
+        return await self._receive(max_messages, self._read_bytes)
+
+    @trio.lowlevel.enable_ki_protection
+    async def receive_frames(self, max_messages: int) -> list[list[zmq.Frame]]:
+        """Receive as `receive_batch` does, with what libzmq knows of each frame.
+
+        `frame.get(zmq.SRCFD)` is the descriptor of the connection it came over, and
+        `frame.get("User-Id")` whom the authentication found at its other end.
+        """
+        return await self._receive(max_messages, self._read_frames)
+
+    def monitor(self, events: int) -> "ZmqMonitor":
+        """Tell of these EVENTs of this socket's connections from now on; closed with the socket.
+
+        It has to be there before `bind` or `connect` to tell of everything.
+        """
         self._check_usable()
-        if max_messages < 1:
-            raise ValueError(f"max_messages is {max_messages}; it must be at least 1")
-        await trio.lowlevel.checkpoint_if_cancelled()
-        slept = False
-        while not (messages := self._receive_now(max_messages)):
-            await self._sleep(self._readers)
-            slept = True
-        if not slept:
-            await trio.lowlevel.cancel_shielded_checkpoint()
-        return messages
+        if self._monitor is None:
+            self._monitor = ZmqMonitor(self._socket, events)
+        return self._monitor
 
     @trio.lowlevel.enable_ki_protection
     def close(self, *, linger_s: float = 0.0) -> None:
@@ -197,6 +228,8 @@ class ZmqSocket:
         trio.lowlevel.notify_closing(self._fd)
         self._readers.parked.unpark_all()
         self._writers.parked.unpark_all()
+        if self._monitor is not None:
+            self._monitor.close()
         self._socket.close(linger=int(linger_s * 1000))
         for claim in self._claims:
             claim.release()
@@ -243,7 +276,7 @@ class ZmqSocket:
 
     def _check_frames(self, frames: Sequence[bytes]) -> None:
         # Before the first frame is handed over: a half message would swallow the next one.
-        if len(frames) != 1 + self._is_router:
+        if len(frames) != self._num_frames:
             wanted = "[routing_id, body]" if self._is_router else "[body]"
             raise ValueError(f"a message is {wanted} here, not {len(frames)} frames")
         body = frames[-1]
@@ -286,8 +319,8 @@ class ZmqSocket:
 
     def _try_send(self, frames: Sequence[bytes]) -> bool:
         try:
-            if self._is_router:
-                self._socket.send(frames[0], _DONTWAIT_MORE)
+            for frame in frames[:-1]:
+                self._socket.send(frame, _DONTWAIT_MORE)
             self._socket.send(frames[-1], _DONTWAIT)
         except zmq.Again:
             return False
@@ -299,28 +332,50 @@ class ZmqSocket:
         self._num_sends += 1
         return True
 
-    def _receive_now(self, max_messages: int) -> list[list[bytes]]:
+    async def _receive(self, max_messages: int, read: Callable[[], T]) -> list[T]:
+        self._check_usable()
+        if max_messages < 1:
+            raise ValueError(f"max_messages is {max_messages}; it must be at least 1")
+        await trio.lowlevel.checkpoint_if_cancelled()
+        slept = False
+        while not (messages := self._receive_now(max_messages, read)):
+            await self._sleep(self._readers)
+            slept = True
+        if not slept:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        return messages
+
+    def _receive_now(self, max_messages: int, read: Callable[[], T]) -> list[T]:
         """Take what is there; if that is nothing, the caller may sleep straight away."""
-        messages: list[list[bytes]] = []
+        messages: list[T] = []
         while not messages:
             # EVENTS first: it costs less than the exception of a receive that finds nothing.
             level = self._read_events()
             if not level & _POLLIN:
                 self._wake_others(level)
                 return messages
-            messages = self._take(max_messages)
+            messages = self._take(max_messages, read)
         self._wake_by_level()
         return messages
 
-    def _take(self, max_messages: int) -> list[list[bytes]]:
-        messages: list[list[bytes]] = []
+    def _take(self, max_messages: int, read: Callable[[], T]) -> list[T]:
+        messages: list[T] = []
         while len(messages) < max_messages:
             try:
-                messages.append(self._socket.recv_multipart(_DONTWAIT))
+                messages.append(read())
             except zmq.Again:
                 break
         self._num_receives += len(messages)
         return messages
+
+    def _read_bytes(self) -> list[bytes]:
+        return self._socket.recv_multipart(_DONTWAIT)
+
+    def _read_frames(self) -> list[zmq.Frame]:
+        frames = [self._socket.recv(_DONTWAIT, copy=False)]
+        while frames[-1].more:
+            frames.append(self._socket.recv(_DONTWAIT, copy=False))
+        return frames
 
     async def _sleep_until_room(self) -> None:
         if not self._is_router:
@@ -387,6 +442,47 @@ class ZmqSocket:
 
     def _num_waiting(self, direction: _Direction) -> int:
         return len(direction.parked) + (self._leader is direction)
+
+
+class ZmqMonitor:
+    """The events of one socket's connections, for one task of the trio run that opened it.
+
+    It must be closed before its socket, which sees to that: in another order libzmq leaks it, or
+    its thread waits for a reader for ever. For the same reason it takes any number of events.
+    """
+
+    def __init__(self, of: zmq.Socket[bytes], events: int) -> None:
+        endpoint = f"inproc://monitor-{int(of.getsockopt(zmq.FD))}"
+        of.monitor(endpoint, events)
+        self._of = of
+        pair = of.context.socket(zmq.PAIR)
+        pair.setsockopt(zmq.LINGER, 0)
+        pair.setsockopt(zmq.RCVHWM, 0)
+        pair.connect(endpoint)
+        self._socket = ZmqSocket(pair)
+
+    async def receive(self) -> SocketEvent:
+        """Wait for the next event. Raises `trio.ClosedResourceError` when the socket closes."""
+        return _socket_event(await self._socket.receive())
+
+    def receive_all_nowait(self) -> list[SocketEvent]:
+        """Return the events that are there."""
+        events: list[SocketEvent] = []
+        while True:
+            try:
+                events.append(_socket_event(self._socket.receive_nowait()))
+            except trio.WouldBlock:
+                return events
+
+    def close(self) -> None:
+        """Tell nothing more."""
+        if not self._socket.closed:
+            self._of.disable_monitor()
+            self._socket.close()
+
+
+def _socket_event(frames: list[bytes]) -> SocketEvent:
+    return SocketEvent(*struct.unpack("=HI", frames[0]))
 
 
 class _IpcClaim:
@@ -481,26 +577,67 @@ class ZmqContext:
         self._sockets: list[ZmqSocket] = []
         self._closing = False
 
-    def router(self, *, max_message_bytes: int, send_hwm: int, receive_hwm: int) -> ZmqSocket:
+    def router(
+        self,
+        *,
+        max_message_bytes: int,
+        send_hwm: int,
+        receive_hwm: int,
+        keys: KeyPair | None = None,
+    ) -> ZmqSocket:
         """Open a ROUTER that raises (PeerGone, WouldBlock) where a plain one drops a message.
 
         `max_message_bytes` holds for a frame sent or received; the high-water marks count messages
-        per peer.
+        per peer. With keys it takes encrypted connections alone, of those whom the answers at the
+        `authenticator` let in; without one, nobody.
         """
-        options = {zmq.ROUTER_MANDATORY: 1}
+        options: _Options = {zmq.ROUTER_MANDATORY: 1}
+        if keys is not None:
+            options |= {
+                zmq.CURVE_SERVER: 1,
+                zmq.CURVE_SECRETKEY: keys.secret.encode(),
+                zmq.ZAP_DOMAIN: _ZAP_DOMAIN,
+                zmq.ZAP_ENFORCE_DOMAIN: 1,  # or libzmq lets everybody in when nobody answers
+            }
         return self._open(zmq.ROUTER, options, max_message_bytes, send_hwm, receive_hwm)
 
-    def dealer(self, *, max_message_bytes: int, send_hwm: int, receive_hwm: int) -> ZmqSocket:
+    def dealer(
+        self,
+        *,
+        max_message_bytes: int,
+        send_hwm: int,
+        receive_hwm: int,
+        keys: ClientKeys | None = None,
+    ) -> ZmqSocket:
         """Open a DEALER that queues for live peers only; the limits are those of `router`.
 
-        It reconnects after 50 ms, then ever more slowly, up to 2 s.
+        It reconnects after 50 ms, then ever more slowly, up to 2 s. With keys it talks only to the
+        server that has the other half of `keys.server`, and encrypted.
         """
-        options = {
+        options: _Options = {
             zmq.IMMEDIATE: 1,
             zmq.RECONNECT_IVL: _RECONNECT_MS,
             zmq.RECONNECT_IVL_MAX: _RECONNECT_MAX_MS,
         }
+        if keys is not None:
+            options |= {
+                zmq.CURVE_SERVERKEY: keys.server.encode(),
+                zmq.CURVE_PUBLICKEY: keys.own.public.encode(),
+                zmq.CURVE_SECRETKEY: keys.own.secret.encode(),
+            }
         return self._open(zmq.DEALER, options, max_message_bytes, send_hwm, receive_hwm)
+
+    def authenticator(self) -> ZmqSocket:
+        """Open the socket where libzmq asks whom to let in, by ZeroMQ's RFC 27 (ZAP).
+
+        There is one in a context, and it has to be there before the sockets that need it.
+        """
+        socket = self._open(zmq.ROUTER, {zmq.ROUTER_MANDATORY: 1}, _ZAP_MAX_BYTES, 1000, 1000)
+        # More than one frame behind the routing id, and yet none is lost: libzmq's own end of this
+        # takes a message whole, and where it goes, whom the answer is about has gone.
+        socket._num_frames = ZAP_ANSWER_FRAMES
+        socket.bind(_ZAP_ENDPOINT)
+        return socket
 
     async def aclose(self) -> None:
         """Close every socket and end the context in a worker thread.
@@ -517,7 +654,7 @@ class ZmqContext:
     def _open(
         self,
         kind: zmq.SocketType,
-        options: Mapping[zmq.SocketOption, int],
+        options: Mapping[zmq.SocketOption, int | bytes],
         max_message_bytes: int,
         send_hwm: int,
         receive_hwm: int,
@@ -530,8 +667,9 @@ class ZmqContext:
         # To libzmq 0 means no limit.
         if min(send_hwm, receive_hwm) < 1:
             raise ValueError(f"{send_hwm=} and {receive_hwm=} must be at least 1")
-        limits = {
+        limits: _Options = {
             zmq.LINGER: 0,
+            zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
             zmq.MAXMSGSIZE: max_message_bytes,
             zmq.SNDHWM: send_hwm,
             zmq.RCVHWM: receive_hwm,

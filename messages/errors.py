@@ -10,7 +10,9 @@ CallboardError
 │   ├── DeadlineExceeded   it may still have acted                                   (decide)
 │   ├── NameInUse          a peer of that name is there already         (take another, or wait)
 │   ├── SlowReader         it did not read what it was sent             (read faster, or ask less)
+│   ├── TooManyPeers       it has as many of that role as it takes; try later        (back off)
 │   └── Unreachable        nobody answers at that endpoint                           (start it)
+├── AccessDenied           the key is not on the list, or not with that role         (operator)
 ├── RequestError           this request alone is wrong: a field and what is allowed  (client fixes)
 │   └── ContextOverflow    it never fits (client fixes), or not now              (scheduler waits)
 │       ├── RowOverflow            all places for rows are taken
@@ -88,8 +90,16 @@ class SlowReader(DeliveryError):
     """A client did not read what it was sent, so its requests were ended."""
 
 
+class TooManyPeers(DeliveryError):
+    """The server has as many peers of that role as it takes."""
+
+
 class Unreachable(DeliveryError):
     """Nobody answers at that endpoint."""
+
+
+class AccessDenied(CallboardError):
+    """The key that was used is not on the server's list, or not with that role."""
 
 
 class RequestError(CallboardError):
