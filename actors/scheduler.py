@@ -198,7 +198,7 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
 
     async def on_suspend(self, verb: Suspend) -> ControlReply | None:
         """Take every row off the device if its memory goes; their outputs stay here."""
-        if self._is_busy or not self._paused:
+        if self._is_busy or not self._paused or self._stepping is not None:
             return ControlReply(verb="suspend", state=self.cell.state, refused="pause first")
         if verb.kv is KVLevel.DROP:
             await self._release(self._policy.checkpoint_all(), dropped=True)

@@ -132,17 +132,17 @@ class RequestStream:
 
     # What the engine and its reading task call.
 
-    async def send(self) -> None:
-        """Submit the request. Raises RequestError when another of the same id is open.
-
-        And when this one was submitted before.
-        """
+    def check_new(self) -> None:
+        """Raise RequestError where it was submitted before."""
         if self.told:
             raise RequestError(
                 f"the stream of {self.request_id} was entered before",
                 field="request_id",
                 allowed="a stream that was not used yet",
             )
+
+    async def send(self) -> None:
+        """Submit the request. Raises RequestError when another of the same id is open."""
         self._engine._register(self)
         self.record.sent_at = trio.current_time()
         await self._engine._open(self, self._submit)
@@ -255,8 +255,10 @@ class ChoicesStream:
 async def open_all(streams: Sequence[RequestStream]) -> None:
     """Submit requests, and wait until all are accepted; if one is not, all are aborted.
 
-    Raises what the first of them is refused for.
+    Raises what the first of them is refused for. One that was submitted before is not aborted.
     """
+    for stream in streams:
+        stream.check_new()
     try:
         for stream in streams:
             await stream.send()

@@ -906,6 +906,18 @@ async def test_suspending_needs_a_pause_first(stage: Stage) -> None:
     assert (await stage.reply(Suspend())).state is State.SUSPENDED
 
 
+async def test_nothing_is_suspended_while_steps_wait_for_a_device() -> None:
+    async with open_stage(device=False) as stage:
+        await paused(stage)
+        await stage.submit("a")
+        stepping = await stage.ask(Step())
+        assert (await stage.reply(Suspend())).refused == "pause first"
+        await stage.new_device()
+        await stage.run()
+        assert stepping.reply is not None
+        assert (await stage.reply(Suspend())).done
+
+
 async def test_dropping_the_cache_takes_all_rows_off_and_loses_nothing(stage: Stage) -> None:
     await stage.new_device(max_rows=2)
     for name in "abcd":
