@@ -5,22 +5,34 @@ any point, and the request is given to another (or to the next life of the same)
 that were delivered, so that the stream goes on behind them.
 """
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from typing import ClassVar
 
 import trio
 
 from callboard.actors.actor import Actor
+from callboard.actors.clients import (
+    LOST,
+    MAX_UNREAD_BYTES,
+    MAX_UNREAD_FRAMES,
+    Client,
+    ClientKey,
+    Clients,
+    Ended,
+    Kept,
+    News,
+)
 from callboard.actors.link import FromReplica, ToReplica
 from callboard.actors.mailbox import Reply
 from callboard.actors.placement import PeerKey, Placement
 from callboard.actors.ref import ActorRef
-from callboard.actors.routing import OpenRequest, Routing
+from callboard.actors.routing import RETRY_AFTER_S, OpenRequest, Routing, check, repeats
 from callboard.actors.session import Joined, Left, Listener, Said
 from callboard.actors.system import ActorSystem, Timer
 from callboard.actors.transport import Network
 from callboard.actors.zmq_socket import EndpointError
-from callboard.messages.base import Message
+from callboard.messages.base import Message, TokenIds
 from callboard.messages.control import (
     AbortReply,
     AbortRequests,
@@ -35,6 +47,7 @@ from callboard.messages.errors import (
     Failure,
     MailboxFull,
     RequestError,
+    SlowReader,
     WireError,
 )
 from callboard.messages.events import RequestStats, StepStats
@@ -45,9 +58,12 @@ from callboard.messages.requests import (
     Delta,
     FinishReason,
     Refused,
+    RequestId,
     Submit,
     TokensOut,
 )
+
+BYTES_PER_ID = 4
 
 FromClient = Submit | Abort
 ToClient = Accepted | Refused | TokensOut
@@ -55,16 +71,42 @@ ToClient = Accepted | Refused | TokensOut
 PORT_TIMEOUT_S = 2.0
 PORT_INTERVAL_S = 0.02
 
+GRACE_S = 5.0
+"""How long the requests of a client that lost its connection go on without it.
 
-class _DrainOver(Message, frozen=True):
+Connections are made anew in a second or two. A client that is away for longer submits again what
+it has open, and that goes on behind the tokens it has; only work is lost.
+"""
+
+
+class _Timer(Message, frozen=True):
+    """Urgent, since there is always room in the control lane: none of these may be lost."""
+
+    urgent: ClassVar[bool] = True
+
+
+class _DrainOver(_Timer, frozen=True):
     """Coordinator → itself: the open requests have had their time."""
 
 
-class _Overdue(Message, frozen=True):
+class _Overdue(_Timer, frozen=True):
     """Coordinator → itself: some request's deadline passed; it may not have found a replica."""
 
 
-CoordinatorInbox = Said | Joined | Left | AbortRequests | _DrainOver | _Overdue
+class _GraceOver(_Timer, frozen=True):
+    """Coordinator → itself: what a client has not asked for again by now, nobody waits for.
+
+    It is about the client as it was after so many sessions.
+    """
+
+    client: ClientKey
+    sessions: int
+
+
+COUNTED = ("requests_aborted", "requests_retried", "requests_resumed", "slow_readers_ended")
+"""What is counted besides refusals, which are by the name of their error: `refused_MailboxFull`."""
+
+CoordinatorInbox = Said | Joined | Left | AbortRequests | _DrainOver | _Overdue | _GraceOver
 
 
 class Coordinator(Actor[CoordinatorInbox]):
@@ -96,7 +138,9 @@ class Coordinator(Actor[CoordinatorInbox]):
         self._listener: Listener | None = None
         self._stopping: list[tuple[Stop, Reply]] = []
         self._taken = 0
-        self._replicas: dict[str, PeerKey] = {}  # the latest of each name
+        self._counts: Counter[str] = Counter()
+        self._clients = Clients()
+        self._replicas: dict[PeerKey, str] = {}  # the session of each
         self._overdue: Timer | None = None  # for the first deadline among those without a replica
 
     async def on_start(self) -> None:
@@ -140,26 +184,33 @@ class Coordinator(Actor[CoordinatorInbox]):
         match message:
             case Said(peer=peer, message=said):
                 self._hear(peer, said)
-            case Joined(peer=peer, hello=hello):
-                self._join(peer, hello)
-            case Left(peer=peer, reason=reason):
-                self._leave(peer, reason)
+            case Joined():
+                self._join(message)
+            case Left():
+                self._leave(message)
             case AbortRequests():
                 answer = self._abort_requests(message)
             case _DrainOver():
                 self._end(self._routing.open_requests(), FinishReason.ABORT)
             case _Overdue():
                 self._end_overdue()
+            case _GraceOver():
+                self._end_unclaimed(message)
         self._assign_waiting()
         self._acknowledge_stop()
         return answer
 
     def details(self) -> dict[str, int | float | str]:
         """Return the counters `status` shows."""
+        counts = {name: self._counts[name] for name in COUNTED}
+        refused = {name: count for name, count in self._counts.items() if name not in counts}
         return {
             "open_requests": self._routing.num_open,
             "requests_taken": self._taken,
             "replicas": self._routing.num_replicas,
+            "clients": len(self._clients),
+            **counts,
+            **dict(sorted(refused.items())),
             "frames_refused": 0 if self._listener is None else self._listener.frames_refused,
         }
 
@@ -177,6 +228,7 @@ class Coordinator(Actor[CoordinatorInbox]):
                     outboxes={Role.CLIENT: ToClient, Role.REPLICA: ToReplica},
                     welcome=self._welcome,
                     deliver=self.ref.tell,
+                    unique=(Role.REPLICA,),
                 )
             except EndpointError:
                 if trio.current_time() >= give_up_at:
@@ -202,8 +254,9 @@ class Coordinator(Actor[CoordinatorInbox]):
             case Submit():
                 self._submit(peer, said)
             case Abort(request_id=request_id):
-                request = self._routing.of_client(peer, request_id)
-                if request is not None:
+                client = self._clients.at(peer)
+                request = client and self._routing.of_client(client.key, request_id)
+                if request:
                     self._abort([request])
             case Accepted():
                 self._accepted(peer, said)
@@ -215,18 +268,143 @@ class Coordinator(Actor[CoordinatorInbox]):
                 self._metrics.tell_nowait(said)
 
     def _submit(self, peer: PeerKey, submit: Submit) -> None:
-        try:
-            if self._stopping:
-                raise ActorStopped("the engine is stopping and takes no new requests")
-            request = self._routing.submit(peer, submit, trio.current_time())
-        except (RequestError, MailboxFull, ActorStopped) as error:
-            refused = Refused(request_id=submit.request_id, failure=Failure.of(error))
-            self._listening.send(peer, refused)
+        client = self._clients.at(peer)
+        if client is None:
             return
+        try:
+            if not self._goes_on(client, submit):
+                self._take(client, submit)
+        except (RequestError, MailboxFull, ActorStopped) as error:
+            self._refuse(client, submit.request_id, Failure.of(error))
+
+    def _take(self, client: Client, submit: Submit) -> None:
+        """Take a new request in. Raises what it is refused for."""
+        if self._stopping:
+            raise ActorStopped("the engine is stopping and takes no new requests")
+        if client.slow and self._is_behind(client):
+            raise MailboxFull("read what was sent first", retry_after_s=RETRY_AFTER_S)
+        request = self._routing.submit(client.key, submit, trio.current_time())
+        client.slow = False
         self._taken += 1
         self._assign_waiting()
         if request.replica is None:
             self._watch_deadline(request.deadline)
+
+    def _goes_on(self, client: Client, submit: Submit) -> bool:
+        """Whether it is a request that was submitted before; if so, its client is up to date.
+
+        Within a session it is already, and nothing is said twice. Raises RequestError for another
+        request of the same id.
+        """
+        request = self._routing.of_client(client.key, submit.request_id)
+        if request is None:
+            return self._ended_before(client, submit)
+        if not repeats(submit, request.fingerprint):
+            raise RequestError(
+                f"the request id {submit.request_id} is in use",
+                field="request_id",
+                allowed="a new id, or the same request again",
+            )
+        check(submit)
+        if not request.claimed:
+            self._claim(client, request, submit.delivered)
+        return True
+
+    def _claim(self, client: Client, request: OpenRequest, delivered: TokenIds) -> None:
+        """Go on with a request whose client was away: with what it missed, or behind what it has.
+
+        Some of it may be gone that was under way; then that is computed again.
+        """
+        self._counts["requests_resumed"] += 1
+        request.claimed = True
+        kept = client.unread.claim(request.client_id) or Kept()
+        missed = None
+        if request.has_begun_with(delivered):
+            missed = kept.behind(len(delivered) // BYTES_PER_ID, len(request.output))
+        self._tell(client, [(request, one) for one in kept.news(missed or [], delivered)])
+        if missed is None and self._routing.of_client(client.key, request.client_id) is request:
+            self._restart(request, delivered)
+
+    def _restart(self, request: OpenRequest, delivered: TokenIds) -> None:
+        if request.replica is not None:
+            self._say(request.replica, Abort(request_id=request.wire_id))
+        self._routing.restart(request, delivered)
+        if request.aborting:
+            self._end([request], FinishReason.ABORT)
+        else:
+            self._watch_deadline(request.deadline)
+
+    def _ended_before(self, client: Client, submit: Submit) -> bool:
+        """Whether the request has ended and its client may not know; if so, it is told."""
+        kept = client.unread.claim(submit.request_id)
+        if kept is None or kept.ended is None or not repeats(submit, kept.ended):
+            return False
+        missed = kept.behind(len(submit.delivered) // BYTES_PER_ID, LOST)
+        if missed is None:
+            return False
+        self._counts["requests_resumed"] += 1
+        self._send(client, [(one, kept.ended) for one in kept.news(missed, submit.delivered)])
+        return True
+
+    def _refuse(self, client: Client, request_id: RequestId, failure: Failure) -> None:
+        self._counts[f"refused_{failure.code}"] += 1
+        if client.peer is not None:
+            refused = Refused(request_id=request_id, failure=failure)
+            self._listening.send(client.peer, refused, session=client.session)
+
+    # What clients and replicas are told.
+
+    def _say(self, replica: PeerKey, message: Submit | Abort) -> None:
+        """Tell a replica; one that is gone by now says so with a Left, and all it has with it."""
+        session = self._replicas.get(replica)
+        if session is not None:
+            self._listening.send(replica, message, session=session)
+
+    def _tell(self, client: Client, news: Iterable[tuple[OpenRequest, News]]) -> None:
+        """Tell a client, or keep for it what it has not asked for again since it was away."""
+        now: list[tuple[News, Ended | None]] = []
+        for request, one in news:
+            is_end = isinstance(one, Delta) and one.finish is not None
+            ended = request.fingerprint if is_end else None
+            if request.claimed:
+                now.append((one, ended))
+            else:
+                client.unread.keep(one, ended)
+        self._send(client, now)
+        self._check_that_it_reads(client)
+
+    def _send(self, client: Client, news: list[tuple[News, Ended | None]]) -> None:
+        deltas = tuple(one for one, _ in news if isinstance(one, Delta))
+        messages: list[Message] = [one for one, _ in news if isinstance(one, Accepted)]
+        if deltas:
+            messages.append(TokensOut(deltas=deltas))
+        peer, frame = client.peer, LOST
+        for message in messages:
+            if peer is not None and self._listening.send(peer, message, session=client.session):
+                frame, _ = self._listening.frames(peer)
+        for one, ended in news:
+            client.unread.sent(frame, one, ended)
+
+    def _is_behind(self, client: Client) -> bool:
+        frames = 0
+        if client.peer is not None:
+            given, frames = self._listening.frames(client.peer)
+            client.unread.taken(given - frames)
+        return frames > MAX_UNREAD_FRAMES or client.unread.num_bytes > MAX_UNREAD_BYTES
+
+    def _check_that_it_reads(self, client: Client) -> None:
+        """End the requests of a client that does not read, before its unread fills the memory."""
+        if client.slow or not self._is_behind(client):
+            return
+        client.slow = True
+        if client.peer is None:
+            self._forget_client(client)
+            return
+        self._counts["slow_readers_ended"] += 1
+        requests = self._routing.requests_of(client.key)
+        self.log.warning("client does not read", requests=len(requests))
+        failure = Failure.of(SlowReader("the client did not read what it was sent"))
+        self._end(requests, FinishReason.ERROR, failure)
 
     def _assign_waiting(self) -> None:
         while (request := self._routing.next_to_assign()) is not None:
@@ -236,8 +414,7 @@ class Coordinator(Actor[CoordinatorInbox]):
         replica = self._routing.assign(request)
         assert replica is not None
         try:
-            # A replica that is gone by now says so with a Left, which brings the request back.
-            self._listening.send(replica, request.for_replica(trio.current_time()))
+            self._say(replica, request.for_replica(trio.current_time()))
         except WireError as error:  # as long as a client may send, and ours is a little longer
             self._end([request], FinishReason.ERROR, Failure.of(error))
 
@@ -265,7 +442,7 @@ class Coordinator(Actor[CoordinatorInbox]):
             return
         news = self._routing.accept(request, accepted)
         if news is not None:
-            self._listening.send(request.client, news)
+            self._tell(self._client_of(request), [(request, news)])
 
     def _refused(self, replica: PeerKey, refused: Refused) -> None:
         request = self._routing.find(replica, refused.request_id)
@@ -276,33 +453,60 @@ class Coordinator(Actor[CoordinatorInbox]):
             return
         self._routing.close(request)
         failure = request.for_client(refused.failure)
-        self._listening.send(request.client, Refused(request_id=request.client_id, failure=failure))
+        self._refuse(self._client_of(request), request.client_id, failure)
 
     def _tokens(self, replica: PeerKey, tokens: TokensOut) -> None:
-        by_client: defaultdict[PeerKey, list[Delta]] = defaultdict(list)
+        by_client: defaultdict[ClientKey, list[tuple[OpenRequest, Delta]]] = defaultdict(list)
         for delta in tokens.deltas:
             request = self._routing.find(replica, delta.request_id)
             if request is None:
                 continue
             told = self._routing.deliver(request, delta)
-            by_client[request.client].append(told)
+            by_client[request.client].append((request, told))
             if told.finish is not delta.finish:  # ended here, over nonsense; the replica goes on
-                self._listening.send(replica, Abort(request_id=delta.request_id))
-        for client, deltas in by_client.items():
-            self._listening.send(client, TokensOut(deltas=tuple(deltas)))
+                self._say(replica, Abort(request_id=delta.request_id))
+        for told_of in by_client.values():
+            self._tell(self._client_of(told_of[0][0]), told_of)
 
-    def _join(self, peer: PeerKey, hello: Hello) -> None:
-        self._leave(peer, "said hello again")
+    def _client_of(self, request: OpenRequest) -> Client:
+        client = self._clients.get(request.client)
+        assert client is not None, "a request outlives its client"
+        return client
+
+    # Who comes and goes.
+
+    def _join(self, joined: Joined) -> None:
+        self._leave(Left(peer=joined.peer, reason="said hello again"))
+        hello: Hello = joined.hello
         if hello.role is Role.REPLICA:
-            earlier = self._replicas.get(hello.name)
-            if earlier is not None and earlier != peer:
-                # A process that was killed says nothing; that its next life is here says enough.
-                self._listening.drop(earlier, "its next life has joined")
-            self._replicas[hello.name] = peer
-            self._routing.replica_joined(peer, hello.name)
+            self._replicas[joined.peer] = joined.session
+            self._routing.replica_joined(joined.peer, hello.name)
             self.log.info("replica joined", replica=hello.name)
+        else:
+            self._join_client(joined, hello)
 
-    def _leave(self, peer: PeerKey, reason: str) -> None:
+    def _join_client(self, joined: Joined, hello: Hello) -> None:
+        key = hello.instance.encode() or joined.peer
+        known = self._clients.get(key)
+        if known is not None and known.peer is not None:
+            # Its earlier connection is lost, and nobody has noticed.
+            self._listening.drop(known.peer, "it is here again by another way")
+            self._lose_client(known)
+        client = self._clients.enter(key, joined.peer, joined.session)
+        if known is not None:
+            self._give_grace(client)
+
+    def _leave(self, left: Left) -> None:
+        client = self._clients.at(left.peer)
+        if client is None:
+            self._lose_replica(left.peer, left.reason)
+        elif left.for_good:
+            self._forget_client(client)
+        else:
+            self._lose_client(client)
+
+    def _lose_replica(self, peer: PeerKey, reason: str) -> None:
+        self._replicas.pop(peer, None)
         again, hopeless = self._routing.replica_left(peer)
         if again or hopeless:
             self.log.warning("replica lost", reason=reason, open=len(again), given_up=len(hopeless))
@@ -315,10 +519,40 @@ class Coordinator(Actor[CoordinatorInbox]):
             if request.aborting:
                 self._end([request], FinishReason.ABORT)
             else:
+                self._counts["requests_retried"] += 1
                 self._watch_deadline(request.deadline)
-        # At once, not when a replica has said so: the client may be back already, with these ids.
-        for request in self._routing.client_left(peer):
+
+    def _lose_client(self, client: Client) -> None:
+        """A client may be back soon: its requests go on, and what is said of them is kept."""
+        self._clients.leave(client)
+        for request in self._routing.requests_of(client.key):
+            request.claimed = False
+        self._give_grace(client)
+
+    def _give_grace(self, client: Client) -> None:
+        if not client.unread and not self._routing.requests_of(client.key):
+            if client.peer is None:
+                self._clients.forget(client)
+            return
+        over = _GraceOver(client=client.key, sessions=client.sessions)
+        self.tell_self_at(trio.current_time() + GRACE_S, over)
+
+    def _end_unclaimed(self, over: _GraceOver) -> None:
+        client = self._clients.get(over.client)
+        if client is None or client.sessions != over.sessions:
+            return
+        if client.peer is None:
+            self._forget_client(client)
+            return
+        for request in self._routing.requests_of(client.key):
+            if not request.claimed:
+                self._forget(request)
+        client.unread.forget()
+
+    def _forget_client(self, client: Client) -> None:
+        for request in self._routing.requests_of(client.key):
             self._forget(request)
+        self._clients.forget(client)
 
     def _abort(self, requests: list[OpenRequest]) -> None:
         """Abort requests; those at a replica end when it says so, and has freed what they hold."""
@@ -326,22 +560,27 @@ class Coordinator(Actor[CoordinatorInbox]):
             if request.replica is None:
                 self._end([request], FinishReason.ABORT)
             elif not request.aborting:
+                self._counts["requests_aborted"] += 1
                 request.aborting = True
-                self._listening.send(request.replica, Abort(request_id=request.wire_id))
+                self._say(request.replica, Abort(request_id=request.wire_id))
 
     def _end(
         self, requests: list[OpenRequest], reason: FinishReason, failure: Failure | None = None
     ) -> None:
         """Send terminal deltas made here, and tell the replicas to free what they hold."""
+        by_client: defaultdict[ClientKey, list[tuple[OpenRequest, Delta]]] = defaultdict(list)
         for request in requests:
-            self._forget(request)
-            terminal = TokensOut(deltas=(request.terminal(reason, failure),))
-            self._listening.send(request.client, terminal)
+            self._forget(request, is_abort=reason is FinishReason.ABORT)
+            by_client[request.client].append((request, request.terminal(reason, failure)))
+        for told_of in by_client.values():
+            self._tell(self._client_of(told_of[0][0]), told_of)
 
-    def _forget(self, request: OpenRequest) -> None:
+    def _forget(self, request: OpenRequest, *, is_abort: bool = True) -> None:
         """Have nothing more to do with a request, nor any replica that runs it."""
+        if is_abort and not request.aborting:
+            self._counts["requests_aborted"] += 1
         if request.replica is not None:
-            self._listening.send(request.replica, Abort(request_id=request.wire_id))
+            self._say(request.replica, Abort(request_id=request.wire_id))
         self._routing.close(request)
 
     def _abort_requests(self, message: AbortRequests) -> AbortReply | CallboardError:

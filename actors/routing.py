@@ -14,22 +14,36 @@ import itertools
 import secrets
 from array import array
 from collections.abc import Iterable
+from hashlib import blake2b
 
 import msgspec
 
+from callboard.actors.clients import ClientKey, Ended
 from callboard.actors.placement import PeerKey, Placement
+from callboard.messages.base import TokenIds
+from callboard.messages.codec import encode_body
 from callboard.messages.errors import Failure, MailboxFull, RequestError
 from callboard.messages.requests import (
     MAX_REQUEST_ID_CHARS,
     MAX_TIMEOUT_S,
     Accepted,
+    ChatPrompt,
     Delta,
     FinishReason,
+    Prompt,
     RequestId,
     Submit,
+    TextPrompt,
+    TokenPrompt,
 )
 
 MAX_OPEN = 16_384
+MAX_OPEN_BYTES = 512 * 2**20
+"""Of the prompts of open requests together."""
+
+RETRY_AFTER_S = 1.0
+"""When to try again what found no room."""
+
 MAX_ATTEMPTS = 4
 """Replicas a request may be lost with, without a token in between, before it is their cause."""
 
@@ -41,7 +55,7 @@ class OpenRequest:
     """One request between its submission and its terminal delta."""
 
     def __init__(
-        self, number: int, client: PeerKey, submit: Submit, deadline: float, *, ledger: str
+        self, number: int, client: ClientKey, submit: Submit, deadline: float, *, ledger: str
     ) -> None:
         """`ledger` names the ledger that counts the numbers."""
         self.number = number
@@ -56,6 +70,9 @@ class OpenRequest:
         self.losses = 0  # since the last token
         self.accepted = False
         self.aborting = False
+        self.claimed = True  # whether its client, if it came back, has asked for it again
+        self.num_bytes = _num_bytes(submit.prompt)
+        self._asked_seed = submit.params.seed
         self._ledger = ledger
 
     @property
@@ -67,6 +84,15 @@ class OpenRequest:
     def wire_id(self) -> RequestId:
         """What the replica that runs it now calls it."""
         return f"{self._ledger}.{self.number}.{self.attempts}"
+
+    @property
+    def fingerprint(self) -> Ended:
+        """What tells it from another of its client's and its id."""
+        return Ended(_fingerprint(self.submit), (self._asked_seed, self.submit.params.seed))
+
+    def has_begun_with(self, delivered: TokenIds) -> bool:
+        """Whether its output so far begins with what a client says to have of it."""
+        return memoryview(self.output).cast("B")[: len(delivered)] == delivered
 
     def for_replica(self, now: float) -> Submit:
         """Return the request as the next replica should see it: under a fresh id, continued."""
@@ -96,13 +122,21 @@ class OpenRequest:
 class Routing:
     """All open requests, by client and by replica."""
 
-    def __init__(self, placement: Placement, *, max_open: int = MAX_OPEN) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        max_open: int = MAX_OPEN,
+        max_open_bytes: int = MAX_OPEN_BYTES,
+    ) -> None:
         self._placement = placement
         self._max_open = max_open
+        self._max_open_bytes = max_open_bytes
+        self._num_bytes = 0
         self._name = secrets.token_hex(4)
         self._numbers = itertools.count(1)
         self._by_wire_id: dict[RequestId, OpenRequest] = {}
-        self._by_client: dict[PeerKey, dict[RequestId, OpenRequest]] = {}
+        self._by_client: dict[ClientKey, dict[RequestId, OpenRequest]] = {}
         self._by_replica: dict[PeerKey, dict[int, OpenRequest]] = {}  # in the order of their names
         self._names: dict[PeerKey, str] = {}  # of the replicas
         self._weights: dict[PeerKey, int] = {}  # the version that made a replica's last token
@@ -124,39 +158,22 @@ class Routing:
         """Return all open requests, oldest first."""
         return _by_age([*self._by_wire_id.values(), *self.unassigned()])
 
-    def submit(self, client: PeerKey, submit: Submit, now: float) -> OpenRequest:
+    def submit(self, client: ClientKey, submit: Submit, now: float) -> OpenRequest:
         """Take a request in. Raises RequestError or MailboxFull."""
+        check(submit)
         request_id = submit.request_id
-        if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
-            raise RequestError(
-                f"the request id has {len(request_id)} characters",
-                field="request_id",
-                allowed=f"1 to {MAX_REQUEST_ID_CHARS} characters",
-            )
-        timeout_s = submit.timeout_s
-        if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
-            raise RequestError(
-                f"timeout_s is {timeout_s}",
-                field="timeout_s",
-                allowed=f"above 0 and at most {MAX_TIMEOUT_S:g} seconds",
-            )
-        if len(submit.delivered) % 4:
-            raise RequestError(
-                f"delivered is {len(submit.delivered)} bytes of packed ids",
-                field="delivered",
-                allowed="4 bytes an id",
-            )
         if self.of_client(client, request_id) is not None:
             raise RequestError(
                 f"the request id {request_id} is in use", field="request_id", allowed="a new id"
             )
-        if self.num_open >= self._max_open:
-            raise MailboxFull(f"{self._max_open} requests are open already")
-        deadline = float("inf") if submit.timeout_s is None else now + submit.timeout_s
+        self._check_room(_num_bytes(submit.prompt))
+        timeout_s = submit.timeout_s
+        deadline = float("inf") if timeout_s is None else now + timeout_s
         number = next(self._numbers)
         request = OpenRequest(number, client, submit, deadline, ledger=self._name)
         self._by_client.setdefault(client, {})[request_id] = request
         self._unassigned[request.number] = request
+        self._num_bytes += request.num_bytes
         return request
 
     def next_to_assign(self) -> OpenRequest | None:
@@ -192,7 +209,7 @@ class Routing:
         request = self._by_wire_id.get(wire_id)
         return None if request is None or request.replica != replica else request
 
-    def of_client(self, client: PeerKey, request_id: RequestId) -> OpenRequest | None:
+    def of_client(self, client: ClientKey, request_id: RequestId) -> OpenRequest | None:
         """Return a client's request by the client's own id."""
         return self._by_client.get(client, {}).get(request_id)
 
@@ -231,11 +248,9 @@ class Routing:
 
     def close(self, request: OpenRequest) -> None:
         """Forget a request that has its terminal delta, or was refused."""
-        self._acquit(request)
+        self._take_back(request)
         self._take_up(request)
-        self._by_wire_id.pop(request.wire_id, None)
-        if request.replica is not None:
-            self._by_replica.get(request.replica, {}).pop(request.number, None)
+        self._num_bytes -= request.num_bytes
         mine = self._by_client.get(request.client, {})
         mine.pop(request.client_id, None)
         if not mine:
@@ -262,13 +277,21 @@ class Routing:
             del self._by_wire_id[request.wire_id]
             request.replica = None
             request.losses += 1
-            waiting = self._suspects if request.is_suspect else self._unassigned
-            waiting[request.number] = request
+            self._put(request)
             (again if request.losses < MAX_ATTEMPTS else hopeless).append(request)
         return again, hopeless
 
-    def client_left(self, client: PeerKey) -> list[OpenRequest]:
-        """A client is gone: returns the requests nobody waits for any more."""
+    def restart(self, request: OpenRequest, delivered: TokenIds) -> None:
+        """Have a request given away again, to go on behind what its client says to have of it."""
+        self._take_back(request)
+        self._take_up(request)
+        request.replica = None
+        request.output = array("i")
+        request.output.frombytes(delivered)
+        self._put(request)
+
+    def requests_of(self, client: ClientKey) -> list[OpenRequest]:
+        """Return the open requests of a client."""
         return list(self._by_client.get(client, {}).values())
 
     def by_client_id(self, request_id: RequestId) -> list[OpenRequest]:
@@ -295,18 +318,90 @@ class Routing:
             self._weights[replica] = version
             self._placement.forget(replica)
 
+    def _check_room(self, num_bytes: int) -> None:
+        if self.num_open >= self._max_open:
+            raise MailboxFull(
+                f"{self._max_open} requests are open already", retry_after_s=RETRY_AFTER_S
+            )
+        if self._num_bytes + num_bytes > self._max_open_bytes:
+            raise MailboxFull(
+                f"open requests have {self._num_bytes} bytes of prompts already, "
+                f"and {num_bytes} more would be over {self._max_open_bytes}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def _take_back(self, request: OpenRequest) -> None:
+        """Take a request from the replica that runs it, if one does."""
+        self._end_trial(request)
+        if request.replica is not None:
+            self._by_wire_id.pop(request.wire_id, None)
+            self._by_replica.get(request.replica, {}).pop(request.number, None)
+
+    def _put(self, request: OpenRequest) -> None:
+        waiting = self._suspects if request.is_suspect else self._unassigned
+        waiting[request.number] = request
+
     def _take_up(self, request: OpenRequest) -> None:
         self._unassigned.pop(request.number, None)
         self._suspects.pop(request.number, None)
 
     def _acquit(self, request: OpenRequest) -> None:
         request.losses = 0
+        self._end_trial(request)
+
+    def _end_trial(self, request: OpenRequest) -> None:
         if request.replica is not None and self._on_trial.get(request.replica) is request:
             del self._on_trial[request.replica]
 
 
 def _by_age(requests: Iterable[OpenRequest]) -> list[OpenRequest]:
     return sorted(requests, key=lambda request: request.number)
+
+
+def check(submit: Submit) -> None:
+    """Raise RequestError for a request that nobody could keep track of."""
+    request_id = submit.request_id
+    if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
+        raise RequestError(
+            f"the request id has {len(request_id)} characters",
+            field="request_id",
+            allowed=f"1 to {MAX_REQUEST_ID_CHARS} characters",
+        )
+    timeout_s = submit.timeout_s
+    if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise RequestError(
+            f"timeout_s is {timeout_s}",
+            field="timeout_s",
+            allowed=f"above 0 and at most {MAX_TIMEOUT_S:g} seconds",
+        )
+    if len(submit.delivered) % 4:
+        raise RequestError(
+            f"delivered is {len(submit.delivered)} bytes of packed ids",
+            field="delivered",
+            allowed="4 bytes an id",
+        )
+
+
+def repeats(submit: Submit, ended: Ended) -> bool:
+    """Return whether a submission says the same as an earlier one, whatever was delivered since."""
+    return submit.params.seed in ended.seeds and _fingerprint(submit) == ended.fingerprint
+
+
+def _fingerprint(submit: Submit) -> bytes:
+    # The seed is drawn by a replica, and the client says it when it submits again.
+    params = msgspec.structs.replace(submit.params, seed=None)
+    said = encode_body((submit.prompt, params, submit.priority))
+    return blake2b(said, digest_size=16).digest()
+
+
+def _num_bytes(prompt: Prompt) -> int:
+    match prompt:
+        case TokenPrompt(token_ids=token_ids):
+            return len(token_ids)
+        case TextPrompt(text=text):
+            return len(text)
+        case ChatPrompt(messages=messages):
+            return sum(len(message.role) + len(message.content) for message in messages)
 
 
 def _nonsense(request: OpenRequest, delta: Delta) -> str:

@@ -236,7 +236,11 @@ class _Flow:
     def take(self) -> Credit | None:
         """Count a frame taken; returns the credit to tell the peer about, now and then."""
         self._taken += 1
-        if self._taken - self._told < WINDOW // 4:
+        return self.tell() if self._taken - self._told >= WINDOW // 4 else None
+
+    def tell(self) -> Credit | None:
+        """Return the credit that the peer has not been told about, if there is any."""
+        if self._taken == self._told:
             return None
         self._told = self._taken
         return Credit(taken=self._taken)
@@ -881,6 +885,11 @@ class Connection(_Speaker):
                 self._lose(f"{self.endpoint} was silent for {silence:.0f} s")
             if not self._present:
                 self._say_hello()
+                continue
+            # So that the server need not keep for long what it would say again to who was lost.
+            credit = self._flow.tell()
+            if credit is not None:
+                self._say(credit)
             elif silence > PING_INTERVAL_S:
                 self._say(Ping())
 

@@ -12,7 +12,8 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from callboard.actors.actor import Cell
-from callboard.actors.coordinator import Coordinator, FromClient, ToClient
+from callboard.actors.clients import MAX_UNREAD_BYTES, MAX_UNREAD_FRAMES
+from callboard.actors.coordinator import GRACE_S, Coordinator, FromClient, ToClient
 from callboard.actors.link import FromReplica, ToReplica
 from callboard.actors.metrics import Metrics
 from callboard.actors.placement import LeastLoaded, Placement, PrefixAware
@@ -32,7 +33,7 @@ from callboard.messages.control import (
     Stop,
     Suspend,
 )
-from callboard.messages.errors import Failure, RequestError, SequenceOverflow
+from callboard.messages.errors import Failure, NameInUse, RequestError, SequenceOverflow
 from callboard.messages.events import RequestStats, StepStats
 from callboard.messages.membership import Role
 from callboard.messages.requests import (
@@ -88,6 +89,12 @@ class Side:
         self.connection.close()
         await wait_all_tasks_blocked()
 
+    async def die(self) -> None:
+        """Be gone without a word, as a process that is killed."""
+        self.connection._closed = True
+        self.connection._port.close()
+        await wait_all_tasks_blocked()
+
     def hear(self, message: Message) -> None:
         self.heard.append(message)
 
@@ -108,6 +115,7 @@ class Client(Side):
 
     def __init__(self, stage: "Stage", name: str) -> None:
         super().__init__(stage, Role.CLIENT, name, ToClient, FromClient)
+        self.lost = 0  # sessions the coordinator has ended
         self.accepted: dict[str, Accepted] = {}
         self.refused: dict[str, Refused] = {}
         self.output: defaultdict[str, list[int]] = defaultdict(list)
@@ -304,6 +312,11 @@ async def test_a_request_goes_to_a_replica_and_its_tokens_to_the_client(stage: S
         "open_requests": 0,
         "requests_taken": 1,
         "replicas": 1,
+        "clients": 1,
+        "requests_aborted": 0,
+        "requests_retried": 0,
+        "requests_resumed": 0,
+        "slow_readers_ended": 0,
         "frames_refused": 0,
     }
 
@@ -332,14 +345,41 @@ async def test_a_refusal_is_passed_on_and_ends_the_request(stage: Stage) -> None
     assert len(replica.given) == 2
 
 
-async def test_a_second_request_of_an_id_is_refused_and_the_first_goes_on(stage: Stage) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"prompt": TextPrompt(text="another")},
+        {"params": SamplingParams(max_tokens=3)},
+        {"params": SamplingParams(seed=3)},
+        {"priority": 1},
+    ],
+)
+async def test_another_request_of_an_id_is_refused_and_the_first_goes_on(
+    stage: Stage, other: dict[str, Any]
+) -> None:
     client, replica = await stage.client(), await stage.replica()
     await client.submit("r")
-    await client.submit("r")
+    await client.submit("r", **other)
     assert "in use" in client.refused["r"].failure.message
     (request,) = replica.given
     await replica.send(request, 0, 7, finish=FinishReason.STOP)
     assert client.output["r"] == [7]
+    assert stage.details()["refused_RequestError"] == 1
+
+
+async def test_a_request_that_is_submitted_twice_runs_once(stage: Stage) -> None:
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r")
+    await client.submit("r", timeout_s=5.0)  # which the first did not say, and keeps
+    (request,) = replica.given
+    await replica.accept(request)
+    await client.submit("r", params=SamplingParams(seed=5))  # as which it was accepted
+    await replica.send(request, 0, 7)
+    await client.submit("r", delivered=pack_ids((7,)))
+    await replica.send(request, 1, 8, finish=FinishReason.STOP)
+    assert client.output["r"] == [7, 8]
+    assert (client.refused, len(replica.given)) == ({}, 1)
+    assert stage.details()["requests_taken"] == 1
 
 
 @pytest.mark.parametrize(
@@ -568,10 +608,21 @@ async def test_a_replicas_next_life_gets_the_requests_of_one_that_died_silently(
     await client.submit("r")
     await replica.send(replica.given[0], 0, 7)
 
-    again = await stage.replica("replica-0")  # the first never said goodbye
+    await replica.die()
+    again = await stage.replica("replica-0")
 
     (request,) = again.given
     assert unpack_ids(request.delivered) == [7]
+    assert stage.details()["replicas"] == 1
+
+
+async def test_a_replica_cannot_take_the_name_of_one_that_is_alive(stage: Stage) -> None:
+    client, replica = await stage.client(), await stage.replica("replica-0")
+    await client.submit("r")
+    with pytest.raises(NameInUse, match="a replica named replica-0 is there already"):
+        await stage.replica("replica-0")
+    await replica.send(replica.given[0], 0, 7, finish=FinishReason.STOP)
+    assert client.output["r"] == [7]
     assert stage.details()["replicas"] == 1
 
 
@@ -612,21 +663,6 @@ async def test_a_replica_that_lost_us_unnoticed_is_given_its_requests_again(
     assert unpack_ids(new.delivered) == [7]
     await replica.say(tokens(old, 1, 66), tokens(new, 1, 8, finish=FinishReason.STOP))
     assert client.output["r"] == [7, 8]
-
-
-async def test_a_client_that_lost_us_unnoticed_submits_again_what_it_had_open(
-    autojump_clock: MockClock, stage: Stage
-) -> None:
-    client, replica = await stage.client(), await stage.replica()
-    await client.submit("r")
-    client.connection._lose("cut off")
-    await client.session(2)
-    await client.submit("r")
-    assert client.refused == {}
-    old, new = replica.given
-    assert replica.aborted == [old.request_id]
-    await replica.send(new, 0, 8, finish=FinishReason.STOP)
-    assert client.output["r"] == [8]
 
 
 async def test_what_an_earlier_attempt_says_late_is_nobodys(stage: Stage) -> None:
@@ -809,21 +845,407 @@ async def test_a_client_that_leaves_has_its_requests_aborted(stage: Stage) -> No
     assert stage.cell.lives == 1
 
 
-async def test_a_client_that_comes_back_may_use_its_ids_at_once(stage: Stage) -> None:
+# A client comes back.
+
+
+def lose(stage: Stage, client: Client) -> None:
+    """Have the coordinator drop a client, as when it was silent for long."""
+    coordinator = stage.cell.actor
+    assert isinstance(coordinator, Coordinator)
+    listener = coordinator._listening
+    secret = client.connection._instance
+    listener.drop(
+        next(key for key, it in listener._peers.items() if it.hello.instance == secret), "silent"
+    )
+    client.lost += 1
+
+
+async def come_back(client: Client) -> None:
+    """Speak, be asked who one is, and have a new session."""
+    if client.sessions <= client.lost:
+        await client.connection.send(Abort(request_id="nothing"))
+    await client.session(client.lost + 1)
+    await wait_all_tasks_blocked()
+
+
+async def test_a_request_goes_on_while_its_client_is_away_and_tells_it_what_it_missed(
+    stage: Stage,
+) -> None:
     client, replica = await stage.client(), await stage.replica()
     await client.submit("r")
-    stage.cell.actor._listener.drop(  # type: ignore[union-attr]  # as when it was too slow
-        next(iter(stage.cell.actor._routing._by_client)),  # type: ignore[union-attr]
-        "too slow",
-    )
-    await client.connection.send(Abort(request_id="nothing"))  # and is asked who it is
-    await wait_all_tasks_blocked()
-    assert client.sessions == 2
+    (request,) = replica.given
+    await replica.accept(request)
+    await replica.send(request, 0, 7)
+    lose(stage, client)
+    await replica.send(request, 1, 8, 9)
+    await replica.send(request, 3, 10)
+    assert client.output["r"] == [7]
+    await come_back(client)
+    await replica.send(request, 4, 11)
+    assert client.output["r"] == [7]  # it has not asked for it yet
+    await client.submit("r", params=SamplingParams(seed=5), delivered=pack_ids((7,)))
+    await replica.send(request, 5, 12, finish=FinishReason.STOP)
+    assert client.output["r"] == [7, 8, 9, 10, 11, 12]
+    assert (len(replica.given), replica.aborted) == (1, [])
+    assert stage.details()["requests_resumed"] == 1
+
+
+async def test_what_was_under_way_when_the_connection_broke_is_not_lost(stage: Stage) -> None:
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r")
+    (request,) = replica.given
+    client.connection._take = lambda frame: None  # type: ignore[method-assign]  # nothing arrives
+    await replica.accept(request)
+    await replica.send(request, 0, 7)
+    await replica.send(request, 1, 8)
+    del client.connection._take
+    lose(stage, client)
+    await come_back(client)
+    await client.submit("r")
+    assert client.accepted["r"].seed == 5
+    assert client.output["r"] == [7, 8]
+
+
+async def test_the_end_of_a_request_reaches_a_client_that_was_away(stage: Stage) -> None:
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r")
+    (request,) = replica.given
+    await replica.send(request, 0, 7)
+    lose(stage, client)
+    await replica.send(request, 1, 8, finish=FinishReason.STOP)
+    assert stage.details()["open_requests"] == 0
+    await come_back(client)
     await client.submit("r", delivered=pack_ids((7,)))
-    assert client.refused == {}
-    first, second = replica.given
+    assert client.output["r"] == [7, 8]
+    assert client.ended(FinishReason.STOP) == ["r"]
+    assert len(replica.given) == 1
+
+
+async def test_an_end_that_a_client_has_read_is_not_told_to_the_next_request_of_that_id(
+    stage: Stage,
+) -> None:
+    """Of what was under way nobody knows whether it was read."""
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r")
+    await replica.send(replica.given[0], 0, 7, finish=FinishReason.STOP)
+    lose(stage, client)
+    await come_back(client)
+    client.ends.clear()
+    client.output.clear()
+    await client.submit("r", prompt=TextPrompt(text="another question"))
+    assert client.output["r"] == []
+    await replica.send(replica.given[1], 0, 66, finish=FinishReason.STOP)
+    assert client.output["r"] == [66]
+
+
+async def test_what_a_client_that_comes_back_has_of_its_own_is_believed(stage: Stage) -> None:
+    """As when the tokens came from a coordinator that is no more; the rest is computed again."""
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r")
+    (first,) = replica.given
+    await replica.send(first, 0, 1)
+    lose(stage, client)
+    await come_back(client)
+    client.output["r"] = [7, 8]
+    await client.submit("r", delivered=pack_ids((7, 8)))
+    second = replica.given[1]
     assert replica.aborted == [first.request_id]
-    assert unpack_ids(second.delivered) == [7]
+    assert unpack_ids(second.delivered) == [7, 8]
+    await replica.send(first, 1, 66)  # a late word
+    await replica.send(second, 2, 9, finish=FinishReason.STOP)
+    assert client.output["r"] == [7, 8, 9]
+    assert client.refused == {}
+
+
+async def test_a_request_being_aborted_whose_client_has_lost_count_ends_there(
+    stage: Stage,
+) -> None:
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r")
+    (request,) = replica.given
+    await client.say(Abort(request_id="r"))
+    lose(stage, client)
+    await replica.accept(request)
+    await come_back(client)
+    client.output["r"] = [7]
+    await client.submit("r", delivered=pack_ids((7,)))
+    assert client.ended(FinishReason.ABORT) == ["r"]
+    assert len(replica.given) == 1
+
+
+@pytest.mark.parametrize("delivered", [b"123", b"1234567"])
+async def test_half_a_token_from_a_client_that_comes_back_is_refused(
+    stage: Stage, delivered: bytes
+) -> None:
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r")
+    lose(stage, client)
+    await come_back(client)
+    await client.submit("r", delivered=delivered)
+    assert client.refused["r"].failure.field == "delivered"
+    await client.submit("r")
+    await replica.send(replica.given[0], 0, 7, finish=FinishReason.STOP)
+    assert client.output["r"] == [7]
+    assert stage.cell.lives == 1
+
+
+async def test_a_client_that_is_here_again_by_another_way_goes_on_there(stage: Stage) -> None:
+    """Its connection broke, and it is back before anybody here has noticed."""
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r")
+    (request,) = replica.given
+    await replica.send(request, 0, 7)
+    again = Client(stage, "client")
+    again.connection._instance = client.connection._instance
+    await stage.enter(again)
+    again.output["r"] = [7]
+    await replica.send(request, 1, 8)
+    await again.submit("r", delivered=pack_ids((7,)))
+    await replica.send(request, 2, 9, finish=FinishReason.STOP)
+    assert (client.output["r"], again.output["r"]) == ([7], [7, 8, 9])
+    assert stage.details()["clients"] == 1
+
+
+async def test_nobody_else_is_told_of_a_request_by_its_id(stage: Stage) -> None:
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r")
+    await replica.send(replica.given[0], 0, 7)
+    lose(stage, client)
+    other = await stage.client("client")  # of the same name, even
+    await other.submit("r")
+    assert other.output["r"] == []
+    assert len(replica.given) == 2
+
+
+async def test_a_client_that_stays_away_has_its_requests_aborted_after_a_while(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    client, replica = await stage.client("a client"), await stage.replica()
+    other = await stage.client("other")
+    await client.submit("r")
+    await other.submit("r")
+    mine, others = replica.given
+    await client.die()
+    lose(stage, client)
+    await trio.sleep(GRACE_S - 0.1)
+    assert replica.aborted == []
+    await trio.sleep(0.2)
+    assert replica.aborted == [mine.request_id]
+    assert stage.details()["clients"] == 1
+    assert stage.details()["requests_aborted"] == 1
+    await replica.send(others, 0, 7, finish=FinishReason.STOP)
+    assert other.output["r"] == [7]
+
+
+async def test_what_a_client_does_not_ask_for_again_is_aborted_after_a_while(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("wanted")
+    await client.submit("given up")
+    wanted, given_up = replica.given
+    lose(stage, client)
+    await come_back(client)
+    await client.submit("wanted")
+    await replica.send(given_up, 0, 7)
+    await trio.sleep(GRACE_S + 0.1)
+    assert replica.aborted == [given_up.request_id]
+    await replica.send(wanted, 0, 8, finish=FinishReason.STOP)
+    assert dict(client.output) == {"wanted": [8]}
+
+
+async def test_a_client_that_comes_and_goes_in_the_grace_of_its_absence_keeps_all(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r")
+    (request,) = replica.given
+    for number in range(5):
+        lose(stage, client)
+        await trio.sleep(GRACE_S * 0.6)
+        await replica.send(request, number, number)
+        await come_back(client)
+        await client.submit("r", delivered=pack_ids(range(number)))
+    await replica.send(request, 5, finish=FinishReason.STOP)
+    assert client.output["r"] == [0, 1, 2, 3, 4]
+    assert len(replica.given) == 1
+
+
+async def test_a_client_that_says_goodbye_is_not_waited_for(stage: Stage) -> None:
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r")
+    await client.leave()
+    assert replica.aborted == [replica.given[0].request_id]
+    assert stage.details()["clients"] == 0
+
+
+async def test_a_replica_that_is_lost_while_a_client_is_away_is_replaced_as_ever(
+    stage: Stage,
+) -> None:
+    client, first = await stage.client(), await stage.replica("first")
+    second = await stage.replica("second")
+    await client.submit("r")
+    await first.send(first.given[0], 0, 7)
+    lose(stage, client)
+    await first.leave()
+    await second.send(second.given[0], 1, 8)
+    await come_back(client)
+    await client.submit("r", delivered=pack_ids((7,)))
+    await second.send(second.given[0], 2, 9, finish=FinishReason.STOP)
+    assert client.output["r"] == [7, 8, 9]
+
+
+async def test_stopping_does_not_wait_for_a_client_that_is_away(stage: Stage) -> None:
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r")
+    lose(stage, client)
+    reply: ControlReply = await stage.ref.ask(Stop())
+    assert reply.done
+    await come_back(client)
+    await client.submit("r")
+    assert client.ended(FinishReason.ABORT) == ["r"]
+    assert replica.aborted == [replica.given[0].request_id]
+
+
+# A client that does not read.
+
+
+def stop_reading(client: Client) -> trio.Event:
+    """Take nothing any more, until the event that is returned is set."""
+    gate, deliver = trio.Event(), client.connection._deliver
+
+    async def held_up(event: Said | Joined | Left) -> None:
+        await gate.wait()
+        await deliver(event)
+
+    client.connection._deliver = held_up
+    return gate
+
+
+async def stream(replica: Replica, requests: Sequence[Submit], start: int, count: int) -> int:
+    """Send one token of each request `count` times; returns where the next begins."""
+    for number in range(start, start + count):
+        for request in requests:
+            await replica.connection.send(tokens(request, number, number % 1000))
+    await wait_all_tasks_blocked()
+    return start + count
+
+
+async def test_a_client_that_does_not_read_has_its_requests_ended_and_others_go_on(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    slow, other, replica = await stage.client("a"), await stage.client("b"), await stage.replica()
+    await slow.submit("r")
+    await slow.submit("s")
+    await other.submit("r")
+    mine, mine_too, others = replica.given
+    gate = stop_reading(slow)
+    await stream(replica, [mine, others], 0, MAX_UNREAD_FRAMES)
+    assert replica.aborted == []
+    await stream(replica, [mine, others], MAX_UNREAD_FRAMES, 200)
+    assert sorted(replica.aborted) == sorted([mine.request_id, mine_too.request_id])
+    assert stage.details()["slow_readers_ended"] == 1
+    assert stage.details()["open_requests"] == 1
+    assert len(other.output["r"]) == MAX_UNREAD_FRAMES + 200
+
+    gate.set()
+    await slow.end("r")
+    await slow.end("s")
+    assert [slow.failure(name).code for name in "rs"] == ["SlowReader"] * 2
+    assert len(slow.output["r"]) == MAX_UNREAD_FRAMES + 1  # all it was sent, in order
+    assert stage.cell.lives == 1
+
+
+async def test_what_is_kept_for_a_client_that_does_not_read_is_bounded_in_bytes(
+    stage: Stage,
+) -> None:
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r")
+    (request,) = replica.given
+    gate = stop_reading(client)
+    long, number = "x" * 2**16, 0
+    while not replica.aborted:
+        delta = Delta(
+            request_id=request.request_id, start=number, token_ids=pack_ids((7,)), text=long
+        )
+        await replica.say(TokensOut(deltas=(delta,)))
+        number += 1
+        assert number * len(long) <= MAX_UNREAD_BYTES
+    assert number * len(long) > MAX_UNREAD_BYTES - 2 * 2**16
+    gate.set()
+    await client.end("r")
+    assert client.failure().code == "SlowReader"
+
+
+async def test_a_client_that_has_not_read_yet_is_told_to_try_later_and_may_go_on_when_it_has(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r")
+    gate = stop_reading(client)
+    await stream(replica, replica.given, 0, MAX_UNREAD_FRAMES + 1)
+    await client.submit("s")
+    gate.set()
+    await client.wait_for(lambda: "s" in client.refused)
+    failure = client.refused["s"].failure
+    assert (failure.code, failure.retry_after_s) == ("MailboxFull", 1.0)
+    assert stage.details()["refused_MailboxFull"] == 1
+    await client.submit("t")
+    await replica.send(replica.given[-1], 0, 7, finish=FinishReason.STOP)
+    assert client.output["t"] == [7]
+
+
+async def test_a_client_that_loses_its_session_over_it_is_told_all_the_same(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r")
+    gate = stop_reading(client)
+    await stream(replica, replica.given, 0, MAX_UNREAD_FRAMES + 1)
+    lose(stage, client)
+    gate.set()
+    await wait_all_tasks_blocked()
+    have = client.output["r"]
+    assert client.ends == {}
+    await come_back(client)
+    await client.submit("r", delivered=pack_ids(have))
+    assert client.failure().code == "SlowReader"
+
+
+async def test_of_a_client_that_is_away_no_more_is_kept_than_of_one_that_does_not_read(
+    stage: Stage,
+) -> None:
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r")
+    (request,) = replica.given
+    lose(stage, client)
+    long = "x" * 2**20
+    for number in range(MAX_UNREAD_BYTES // len(long) + 1):
+        delta = Delta(
+            request_id=request.request_id, start=number, token_ids=pack_ids((7,)), text=long
+        )
+        await replica.say(TokensOut(deltas=(delta,)))
+    assert replica.aborted == [request.request_id]
+    assert stage.details()["clients"] == 0
+    await come_back(client)
+    await client.submit("r")
+    assert len(replica.given) == 2  # and it begins anew
+
+
+# Room.
+
+
+async def test_more_requests_than_there_is_room_for_are_told_when_to_try_again(
+    stage: Stage,
+) -> None:
+    client = await stage.client()
+    coordinator = stage.cell.actor
+    assert isinstance(coordinator, Coordinator)
+    coordinator._routing._max_open = 1
+    await client.submit("r")
+    await client.submit("s")
+    failure = client.refused["s"].failure
+    assert (failure.code, failure.retry_after_s) == ("MailboxFull", 1.0)
 
 
 # Stop.
@@ -1006,13 +1428,21 @@ class Evening:
         self.replicas: list[Improvised] = []
         self.entered = 0
         self.expected: dict[tuple[int, str], list[int]] = {}
+        self.submitted: dict[tuple[int, str], Submit] = {}
 
     async def begin(self) -> None:
         self.clients = [await self.stage.client(f"client {number}") for number in range(3)]
 
     async def act(self) -> None:
-        scenes: list[Callable[[], Any]] = [self.submit, self.abort, self.enter, self.die, self.go]
-        (scene,) = self.rng.choices(scenes, [5, 1, 1, 1, 12])
+        scenes: list[Callable[[], Any]] = [
+            self.submit,
+            self.abort,
+            self.enter,
+            self.die,
+            self.cut,
+            self.go,
+        ]
+        (scene,) = self.rng.choices(scenes, [5, 1, 1, 1, 1, 12])
         await scene()
 
     async def submit(self) -> None:
@@ -1020,11 +1450,12 @@ class Evening:
         name, prompt = str(len(self.expected)), [self.rng.randrange(500)]
         max_tokens = self.rng.randint(1, 8)
         self.expected[index, name] = expected(prompt, max_tokens)
-        await self.clients[index].submit(
+        self.submitted[index, name] = submit(
             name,
             prompt=TokenPrompt(token_ids=pack_ids(prompt)),
             params=SamplingParams(max_tokens=max_tokens),
         )
+        await self.clients[index].say(self.submitted[index, name])
 
     async def abort(self) -> None:
         if self.expected:
@@ -1036,6 +1467,23 @@ class Evening:
             self.entered += 1
             self.replicas.append(replica := Improvised(self.stage, f"improvised {self.entered}"))
             await self.stage.enter(replica)
+
+    async def cut(self) -> None:
+        """Cut a client off, with what was under way to it, and have it come back."""
+        index = self.rng.randrange(3)
+        client = self.clients[index]
+        client.connection._take = lambda frame: None  # type: ignore[method-assign]
+        for _ in range(self.rng.randrange(4)):
+            await self.go()
+        del client.connection._take
+        lose(self.stage, client)
+        for _ in range(self.rng.randrange(4)):
+            await self.go()
+        await come_back(client)
+        for (whose, name), asked in self.submitted.items():
+            if whose == index and name not in client.ends:
+                delivered = pack_ids(client.output[name])
+                await client.say(msgspec.structs.replace(asked, delivered=delivered))
 
     async def die(self) -> None:
         if self.replicas:
@@ -1053,7 +1501,7 @@ class Evening:
 
 
 @pytest.mark.parametrize("seed", range(10))
-async def test_whatever_replicas_do_every_request_ends_once_and_without_a_gap(seed: int) -> None:
+async def test_whatever_all_of_them_do_every_request_ends_once_and_without_a_gap(seed: int) -> None:
     async with open_stage() as stage:
         evening = Evening(stage, seed)
         await evening.begin()

@@ -5,10 +5,19 @@ import msgspec
 import pytest
 
 from callboard.actors.placement import LeastLoaded, PeerKey, PrefixAware
-from callboard.actors.routing import MAX_ATTEMPTS, OpenRequest, Routing
+from callboard.actors.routing import MAX_ATTEMPTS, OpenRequest, Routing, repeats
 from callboard.messages.base import pack_ids, unpack_ids
 from callboard.messages.errors import Failure, MailboxFull, OutOfBlocks, RequestError
-from callboard.messages.requests import Accepted, Delta, FinishReason, Submit, TokenPrompt
+from callboard.messages.requests import (
+    Accepted,
+    ChatMessage,
+    ChatPrompt,
+    Delta,
+    FinishReason,
+    Submit,
+    TextPrompt,
+    TokenPrompt,
+)
 from callboard.messages.sampling import SamplingParams
 
 CLIENT, OTHER = b"client", b"other"
@@ -18,8 +27,11 @@ A, B, C = b"replica a", b"replica b", b"replica c"
 def submit(request_id: str = "r", **fields: Any) -> Submit:
     return Submit(
         request_id=request_id,
-        prompt=TokenPrompt(token_ids=pack_ids((1, 2, 3))),
-        **{"params": SamplingParams(), **fields},
+        **{
+            "prompt": TokenPrompt(token_ids=pack_ids((1, 2, 3))),
+            "params": SamplingParams(),
+            **fields,
+        },
     )
 
 
@@ -332,7 +344,7 @@ def test_a_stranger_that_leaves_takes_nothing_along() -> None:
     made = routing(A)
     running(made)
     assert made.replica_left(B) == ([], [])
-    assert made.client_left(OTHER) == []
+    assert made.requests_of(OTHER) == []
     assert made.num_open == 1
 
 
@@ -340,7 +352,7 @@ def test_a_client_that_leaves_leaves_its_requests_to_nobody() -> None:
     made = routing(A)
     mine = [running(made, name) for name in "xy"]
     running(made, "x", OTHER)
-    assert made.client_left(CLIENT) == mine
+    assert made.requests_of(CLIENT) == mine
 
 
 def test_requests_are_found_by_their_clients_id_across_clients() -> None:
@@ -454,3 +466,78 @@ def test_prefixes_are_forgotten_when_told_and_with_their_replica() -> None:
     running(made, "s")
     made.replica_left(A)
     assert policy.num_known == 0
+
+
+# Again.
+
+
+def test_a_request_is_told_from_another_by_all_but_what_changes_on_the_way() -> None:
+    made = routing(A)
+    request = running(made)
+    made.accept(request, accepted(request, seed=5))
+    same = request.fingerprint
+    for fields in ({}, {"delivered": pack_ids((7,))}, {"timeout_s": 3.0}):
+        assert repeats(submit(**fields), same)
+    assert repeats(submit(params=SamplingParams(seed=5)), same)
+    others: list[dict[str, Any]] = [
+        {"prompt": TokenPrompt(token_ids=pack_ids((1, 2, 4)))},
+        {"prompt": TextPrompt(text="text")},
+        {"params": SamplingParams(seed=6)},
+        {"params": SamplingParams(max_tokens=2)},
+        {"priority": 1},
+    ]
+    for fields in others:
+        assert not repeats(submit(**fields), same)
+
+
+def test_a_request_can_be_given_away_again_behind_what_its_client_has() -> None:
+    made = routing(A)
+    request = running(made)
+    made.accept(request, accepted(request, seed=5))
+    made.deliver(request, delta(request, 0, 7, 8, 9))
+    before = request.wire_id
+    assert request.has_begun_with(pack_ids((7, 8)))
+    assert not request.has_begun_with(pack_ids((7, 9)))
+    assert not request.has_begun_with(pack_ids((7, 8, 9, 10)))
+    made.restart(request, pack_ids((7,)))
+    assert made.find(A, before) is None
+    assert made.unassigned() == [request]
+    assert made.assign(request) == A
+    again = request.for_replica(0.0)
+    assert (unpack_ids(again.delivered), again.params.seed) == ([7], 5)
+    assert made.accept(request, accepted(request, seed=5)) is None
+    made.deliver(request, delta(request, 1, 8, finish=FinishReason.STOP))
+    assert made.num_open == 0
+
+
+def test_a_request_that_waits_can_be_given_away_again_too() -> None:
+    made = routing()
+    request = made.submit(CLIENT, submit(), 0.0)
+    made.restart(request, pack_ids((7,)))
+    assert made.unassigned() == [request]
+    made.close(request)
+    assert made.num_open == 0
+
+
+def test_a_suspect_stays_one_when_its_client_comes_back() -> None:
+    made = routing(A)
+    requests = [running(made, name) for name in "xy"]
+    lose(made)
+    lose(made)
+    made.restart(requests[0], b"")
+    assert requests[0].is_suspect
+    assert made.next_to_assign() is requests[0]
+    made.assign(requests[0])
+    assert made.next_to_assign() is None
+
+
+def test_the_bytes_of_open_prompts_are_bounded() -> None:
+    made = Routing(LeastLoaded(), max_open_bytes=100)
+    chat = ChatPrompt(messages=(ChatMessage(role="user", content="x" * 36),))
+    first = made.submit(CLIENT, submit("1", prompt=TextPrompt(text="x" * 60)), 0.0)
+    made.submit(CLIENT, submit("2", prompt=chat), 0.0)
+    with pytest.raises(MailboxFull, match="100 bytes of prompts already, and 12 more") as caught:
+        made.submit(CLIENT, submit("3"), 0.0)
+    assert caught.value.retry_after_s == 1.0
+    made.close(first)
+    made.submit(CLIENT, submit("3"), 0.0)

@@ -837,6 +837,18 @@ async def test_a_taker_tells_its_credit_four_times_a_window(
     assert [credit.taken for credit in credits] == [WINDOW * part // 4 for part in (1, 2, 3, 4)]
 
 
+async def test_a_connection_tells_what_it_has_taken_within_a_moment(
+    autojump_clock: MockClock, world: World
+) -> None:
+    pair = await world.pair()
+    for number in range(5):
+        pair.listener.send(pair.key, Note(number=number))
+    await wait_all_tasks_blocked()
+    assert pair.listener.frames(pair.key) == (5, 5)
+    await trio.sleep(PING_INTERVAL_S + 0.1)
+    assert pair.listener.frames(pair.key) == (5, 0)
+
+
 async def test_a_peer_that_takes_nothing_is_given_up_and_what_waits_for_it_is_bounded(
     autojump_clock: MockClock,
     world: World,

@@ -16,6 +16,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from callboard.actors.session import PING_INTERVAL_S
 from callboard.actors.testing import ScriptedRunner
 from callboard.gpu.text import TextStream
 from callboard.messages.base import unpack_floats, unpack_ids
@@ -492,6 +493,8 @@ async def test_memory_does_not_grow_with_the_requests_there_were(clock: MockCloc
                 with pytest.raises(RequestError):
                     await answer(engine, [VOCAB])
                 device.fed.clear()
+            await trio.sleep(2 * PING_INTERVAL_S)  # by then what was read is known to be
+            await engine.generate([[900]], max_tokens=1)
 
         await ask_all()
         tracemalloc.start()
