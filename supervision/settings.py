@@ -20,6 +20,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     model: str = ""  # a .gguf file, a Hugging Face folder, random:PRESET; "" is the default model
     listen: str = DEFAULT_ENDPOINT
+    keys: str = ""  # the folder of the server's keys, as `callboard keys` makes it; "" is none
+    insecure: bool = False  # listen at any address without keys
     replicas: int = 1
     device: str = "auto"  # auto, cpu, cuda, cuda:1
     dtype: str = "auto"  # auto, float64, float32, float16, bfloat16
