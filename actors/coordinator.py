@@ -212,6 +212,7 @@ class Coordinator(Actor[CoordinatorInbox]):
             **counts,
             **dict(sorted(refused.items())),
             "frames_refused": 0 if self._listener is None else self._listener.frames_refused,
+            "peers_cut_off": 0 if self._listener is None else self._listener.peers_cut_off,
         }
 
     async def _listen(self) -> Listener:

@@ -25,6 +25,7 @@ import msgspec
 
 from callboard.actors.actor import Actor
 from callboard.actors.coordinator import Coordinator
+from callboard.actors.curve import ClientKeys
 from callboard.actors.executor import Executor, Runner
 from callboard.actors.journal import Journal, open_journal
 from callboard.actors.kv_allocator import KVAllocator
@@ -190,10 +191,16 @@ def replica_process(
     *,
     address: Address,
     run_folder: Path,
+    keys: ClientKeys | None = None,
 ) -> Actor[Any]:
     """Return the actor that stands for a replica in a process of its own."""
     return ReplicaProcess(
-        system, network, settings, coordinator=address.endpoint, run_folder=run_folder
+        system,
+        network,
+        settings,
+        coordinator=address.endpoint,
+        run_folder=run_folder,
+        keys=keys,
     )
 
 

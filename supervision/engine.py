@@ -16,6 +16,7 @@ import itertools
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
 import trio
@@ -23,8 +24,7 @@ import trio
 from callboard.actors.coordinator import FromClient, ToClient
 from callboard.actors.session import HANDSHAKE_TIMEOUT_S, Connection, Joined, Left, Said
 from callboard.actors.system import ActorSystem, open_system
-from callboard.actors.transport import MemoryNetwork, Network, ZmqNetwork
-from callboard.actors.zmq_socket import open_zmq_context
+from callboard.actors.transport import MemoryNetwork, Network, open_zmq_network
 from callboard.messages.base import Call
 from callboard.messages.control import (
     AbortReply,
@@ -67,6 +67,7 @@ from callboard.messages.requests import (
 )
 from callboard.messages.sampling import SamplingParams
 from callboard.supervision.app import ReplicaParts, journal_of, replica, root
+from callboard.supervision.keys import load_client_keys
 from callboard.supervision.record import Completion
 from callboard.supervision.root import Address, FromOperator, ToOperator, reachable
 from callboard.supervision.settings import Settings, load_settings
@@ -576,15 +577,25 @@ async def open_engine(
 
 
 @asynccontextmanager
-async def connect(endpoint: str, *, timeout: float = HANDSHAKE_TIMEOUT_S) -> AsyncGenerator[Engine]:
-    """Connect to a running server. Raises Unreachable or ProtocolMismatch."""
+async def connect(
+    endpoint: str,
+    *,
+    timeout: float = HANDSHAKE_TIMEOUT_S,
+    keys: Path | str | None = None,
+) -> AsyncGenerator[Engine]:
+    """Connect to a running server, with the key file of a client or operator where it wants one.
+
+    Raises Unreachable or why the server does not welcome us: ProtocolMismatch, AccessDenied,
+    TooManyPeers; and ConfigError for a key file that is wrong.
+    """
+    client_keys = None if keys is None else load_client_keys(Path(keys))
     async with (
         _plain_errors(2),
-        open_zmq_context() as context,
+        open_zmq_network(client_keys=client_keys) as network,
         open_system() as system,
         trio.open_nursery() as nursery,
     ):
-        engine = Engine(system, ZmqNetwork(context), endpoint)
+        engine = Engine(system, network, endpoint)
         try:
             await engine._run(nursery, timeout)
             yield engine

@@ -15,6 +15,7 @@ import msgspec
 import trio
 
 from callboard.actors.actor import Actor
+from callboard.actors.curve import ClientKeys
 from callboard.actors.mailbox import Reply
 from callboard.actors.session import Joined, Left, Listener, Said
 from callboard.actors.system import ActorSystem
@@ -60,6 +61,7 @@ class ReplicaOrder(msgspec.Struct, frozen=True, kw_only=True):
     control: str
     paused: bool = False
     suspended: Suspend | None = None
+    keys: ClientKeys | None = None
 
 
 class ReplicaProcess(Actor[Said | Joined | Left]):
@@ -75,12 +77,14 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
         *,
         coordinator: str,
         run_folder: Path,
+        keys: ClientKeys | None = None,
     ) -> None:
         self._system = system
         self._network = network
         self._settings = settings
         self._coordinator = coordinator
         self._run_folder = run_folder
+        self._keys = keys
         self._listener: Listener | None = None
         self._process: trio.Process | None = None
         self._peer: PeerKey = b""
@@ -155,6 +159,7 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
             control=control,
             paused=self.cell.paused,
             suspended=self.cell.suspended,
+            keys=self._keys,
         )
         command = [sys.executable, "-m", "callboard.supervision.replica"]
         # A session of its own, so that an interrupt at the terminal reaches the root alone.

@@ -16,8 +16,7 @@ from callboard.actors.actor import Cell
 from callboard.actors.ref import LocalRef
 from callboard.actors.session import Connection, Joined, Left, Said
 from callboard.actors.system import ActorSystem, open_system
-from callboard.actors.transport import Network, ZmqNetwork
-from callboard.actors.zmq_socket import open_zmq_context
+from callboard.actors.transport import Network, open_zmq_network
 from callboard.messages.base import Message
 from callboard.messages.errors import CallboardError, Failure, Unreachable
 from callboard.messages.membership import ReplicaFailed, ReplicaUp, Role
@@ -46,11 +45,11 @@ def main() -> int:
 
 async def _run(order: ReplicaOrder) -> int:
     async with (
-        open_zmq_context() as context,
+        open_zmq_network(client_keys=order.keys) as network,
         journal_of(order.settings, order.name) as journal,
         open_system(journal) as system,
     ):
-        failure = await _Replica(order, system, ZmqNetwork(context)).run()
+        failure = await _Replica(order, system, network).run()
     return 0 if failure is None else 1
 
 

@@ -9,14 +9,16 @@ from pathlib import Path
 import trio
 
 from callboard.actors.actor import ActorExited, Cell
+from callboard.actors.curve import AllowedKey, ClientKeys, KeyPair, ServerKeys
 from callboard.actors.ref import LocalRef
 from callboard.actors.system import ActorSystem, open_system
-from callboard.actors.transport import Network, ZmqNetwork
-from callboard.actors.zmq_socket import open_zmq_context
+from callboard.actors.transport import Network, open_zmq_network
 from callboard.logs import get_logger
 from callboard.messages.control import Stop
 from callboard.messages.errors import CallboardError, StartFailed
+from callboard.messages.membership import Role
 from callboard.supervision.app import SUPERVISOR_SHUTDOWN_S, journal_of, replica_process, root
+from callboard.supervision.keys import check_guarded, load_server_keys
 from callboard.supervision.root import Address, Root
 from callboard.supervision.settings import Settings
 
@@ -30,17 +32,29 @@ async def serve(settings: Settings, *, announce: Callable[[str], None]) -> None:
 
     Raises what kept the tree from starting, or what it could not repair, as a CallboardError.
     """
+    check_guarded(settings.listen, has_keys=bool(settings.keys), insecure=settings.insecure)
+    keys, replica_keys = _load_keys(settings)
     # The folder has mode 0700, which guards the sockets in it.
     with tempfile.TemporaryDirectory(prefix="callboard-") as folder:
         async with (
-            open_zmq_context() as context,
+            open_zmq_network(server_keys=keys) as network,
             journal_of(settings, "root") as journal,
             open_system(journal) as system,
         ):
-            server = _Server(settings, system, ZmqNetwork(context), Path(folder), announce)
+            server = _Server(settings, system, network, Path(folder), replica_keys, announce)
             error = await server.run()
     if error is not None:
         raise error
+
+
+def _load_keys(settings: Settings) -> tuple[ServerKeys | None, ClientKeys | None]:
+    """Return the server's keys and those of its own replicas, which are made for this run."""
+    if not settings.keys:
+        return None, None
+    server, allowed = load_server_keys(Path(settings.keys))
+    pair = KeyPair.make()
+    allowed.add(AllowedKey("a replica of this server", pair.public, Role.REPLICA))
+    return ServerKeys(server, allowed), ClientKeys(pair, server.public)
 
 
 class _Server:
@@ -50,6 +64,7 @@ class _Server:
         system: ActorSystem,
         network: Network,
         folder: Path,
+        replica_keys: ClientKeys | None,
         announce: Callable[[str], None],
     ) -> None:
         self._announce = announce
@@ -63,7 +78,12 @@ class _Server:
             network,
             settings,
             lambda name: replica_process(
-                system, network, settings, address=self._address, run_folder=folder
+                system,
+                network,
+                settings,
+                address=self._address,
+                run_folder=folder,
+                keys=replica_keys,
             ),
             address=self._address,
             control_endpoint=_control_endpoint(settings.listen),

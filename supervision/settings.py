@@ -21,6 +21,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     model: str = ""  # a .gguf file, a Hugging Face folder, random:PRESET; "" is the default model
     listen: str = DEFAULT_ENDPOINT
+    keys: str = ""  # the folder of the server's keys, as `callboard keys` makes it; "" is none
+    insecure: bool = False  # listen at any address without keys
     replicas: int = 1
     routing: str = "prefix_aware"  # how a replica is chosen: or least_loaded, round_robin
     prefix_weight: float = 0.2  # of a known prefix against load, where routing is prefix_aware

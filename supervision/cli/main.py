@@ -38,10 +38,12 @@ from callboard.messages.errors import (
     DeadlineExceeded,
     Unreachable,
 )
+from callboard.messages.membership import Role
 from callboard.messages.requests import ChatMessage
 from callboard.messages.sampling import LogprobsMode, SamplingParams
 from callboard.supervision.cli import render
 from callboard.supervision.engine import Engine, connect, open_engine
+from callboard.supervision.keys import add_key, make_keys
 from callboard.supervision.logging import configure_logging
 from callboard.supervision.record import Completion
 from callboard.supervision.settings import DEFAULT_ENDPOINT, ENDPOINT, Settings, load_settings
@@ -83,6 +85,14 @@ Endpoint = Annotated[
         help="Where the server listens.",
         metavar="ENDPOINT",
         callback=_check_endpoint,
+    ),
+]
+Keys = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="CALLBOARD_KEYS",
+        help="A key file, for a server that wants one; see the command keys.",
+        metavar="FILE",
     ),
 ]
 Timeout = Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the effect.")]
@@ -131,6 +141,16 @@ def serve(
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            help="The folder of the server's keys, as the command keys makes it.", metavar="FOLDER"
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool | None,
+        typer.Option("--insecure", help="Listen at any address without keys."),
+    ] = None,
 ) -> int:
     """Run the server until `callboard stop` or a signal.
 
@@ -149,6 +169,8 @@ def serve(
             kv_cache_gb=kv_cache_gb,
             device=device,
             log_level=log_level,
+            keys=None if keys is None else str(keys),
+            insecure=insecure,
         )
     )
     configure_logging(settings.log_level, as_json=settings.log_json)
@@ -169,6 +191,7 @@ def generate(
             "--connect", metavar="ENDPOINT", help="A running server.", callback=_check_endpoint
         ),
     ] = None,
+    keys: Keys = None,
     model: Annotated[str | None, typer.Option(help="Load this model here instead.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's turn.")] = False,
     n: Annotated[int, typer.Option("--n", help="Answers to each prompt.")] = 1,
@@ -269,7 +292,7 @@ def generate(
     async def with_engine() -> int:
         with trio.fail_after(timeout):
             if endpoint:
-                async with connect(endpoint, timeout=_handshake_s(timeout)) as engine:
+                async with connect(endpoint, timeout=_handshake_s(timeout), keys=keys) as engine:
                     await run(engine)
             else:
                 async with open_engine(_with_model(load_settings(None, model=model))) as engine:
@@ -282,6 +305,7 @@ def generate(
 @app.command()
 def pause(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
+    keys: Keys = None,
     mode: Annotated[PauseMode, typer.Option(help="What happens to running requests.")] = (
         PauseMode.KEEP
     ),
@@ -293,31 +317,36 @@ def pause(
 ) -> int:
     """Run no forward pass until `unpause`. Requests are still taken, and wait."""
     extra = drain_s if mode is PauseMode.DRAIN else 0.0
-    return _control(endpoint, Pause(mode=mode, drain_s=drain_s), timeout + extra, as_json)
+    return _control(endpoint, keys, Pause(mode=mode, drain_s=drain_s), timeout + extra, as_json)
 
 
 @app.command()
 def unpause(
-    endpoint: Endpoint = DEFAULT_ENDPOINT, timeout: Timeout = 60.0, as_json: AsJson = False
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    keys: Keys = None,
+    timeout: Timeout = 60.0,
+    as_json: AsJson = False,
 ) -> int:
     """Go on after `pause`."""
-    return _control(endpoint, Unpause(), timeout, as_json)
+    return _control(endpoint, keys, Unpause(), timeout, as_json)
 
 
 @app.command()
 def step(
     count: Annotated[int, typer.Argument(metavar="N", min=1, help="Forward passes.")] = 1,
     endpoint: Endpoint = DEFAULT_ENDPOINT,
+    keys: Keys = None,
     timeout: Timeout = 60.0,
     as_json: AsJson = False,
 ) -> int:
     """Run N forward passes in each replica of a paused server, one by default."""
-    return _control(endpoint, Step(count=count), timeout, as_json)
+    return _control(endpoint, keys, Step(count=count), timeout, as_json)
 
 
 @app.command()
 def suspend(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
+    keys: Keys = None,
     kv: Annotated[KVLevel, typer.Option(help="What happens to the KV cache.")] = KVLevel.DROP,
     weights: Annotated[WeightsLevel, typer.Option(help="What happens to the weights.")] = (
         WeightsLevel.KEEP
@@ -326,26 +355,30 @@ def suspend(
     as_json: AsJson = False,
 ) -> int:
     """Pause, and free device memory. No request is lost."""
-    return _control(endpoint, Suspend(kv=kv, weights=weights), timeout, as_json)
+    return _control(endpoint, keys, Suspend(kv=kv, weights=weights), timeout, as_json)
 
 
 @app.command()
 def resume(
-    endpoint: Endpoint = DEFAULT_ENDPOINT, timeout: Timeout = 120.0, as_json: AsJson = False
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    keys: Keys = None,
+    timeout: Timeout = 120.0,
+    as_json: AsJson = False,
 ) -> int:
     """Take the memory back, and be as before `suspend`: running or paused."""
-    return _control(endpoint, Resume(), timeout, as_json)
+    return _control(endpoint, keys, Resume(), timeout, as_json)
 
 
 @app.command()
 def stop(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
+    keys: Keys = None,
     drain_s: Annotated[float, typer.Option(min=0.0, help="Seconds open requests get.")] = 0.0,
     timeout: Timeout = 60.0,
     as_json: AsJson = False,
 ) -> int:
     """End every request, then the server."""
-    return _control(endpoint, Stop(drain_s=drain_s), timeout + drain_s, as_json)
+    return _control(endpoint, keys, Stop(drain_s=drain_s), timeout + drain_s, as_json)
 
 
 @app.command()
@@ -355,6 +388,7 @@ def abort(
     ] = "",
     every: Annotated[bool, typer.Option("--all", help="Abort every open request.")] = False,
     endpoint: Endpoint = DEFAULT_ENDPOINT,
+    keys: Keys = None,
     timeout: Timeout = 60.0,
     as_json: AsJson = False,
 ) -> int:
@@ -363,7 +397,7 @@ def abort(
         raise typer.BadParameter("give one request id, or --all")
 
     async def run() -> None:
-        async with connect(endpoint, timeout=_handshake_s(timeout)) as engine:
+        async with connect(endpoint, timeout=_handshake_s(timeout), keys=keys) as engine:
             with trio.fail_after(timeout):
                 answer = await engine.abort(request_id, all=every)
         if as_json:
@@ -378,6 +412,7 @@ def abort(
 @app.command()
 def status(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
+    keys: Keys = None,
     wait: Annotated[
         State | None, typer.Option(help="Wait until it is so, also for a server yet to start.")
     ] = None,
@@ -385,7 +420,7 @@ def status(
     as_json: AsJson = False,
 ) -> int:
     """Show the tree and what it is doing."""
-    answer = trio.run(_status, endpoint, wait, timeout)
+    answer = trio.run(_status, endpoint, keys, wait, timeout)
     if as_json:
         render.as_json(answer)
     else:
@@ -433,6 +468,27 @@ def _text_for(settings: Settings) -> Callable[[SamplingParams], TextOut] | None:
         return replica_parts(settings).text_for
     except CallboardError:
         return None
+
+
+@app.command()
+def keys(
+    folder: Annotated[
+        Path, typer.Option("--dir", help="Where the keys are put.", metavar="FOLDER")
+    ] = Path("keys"),
+    add: Annotated[
+        str, typer.Option(help="Make one more key for the server whose folder it is.")
+    ] = "",
+    role: Annotated[Role, typer.Option(help="What the added key may be used for.")] = Role.CLIENT,
+    force: Annotated[bool, typer.Option("--force", help="Replace keys that exist.")] = False,
+) -> int:
+    """Make the keys of a server, of a client and of an operator.
+
+    The server gets the folder, clients and operators their key file.
+    """
+    made = add_key(folder, add, role, force=force) if add else make_keys(folder, force=force)
+    for path in made:
+        render.line(str(path))
+    return DONE
 
 
 @app.command()
@@ -486,9 +542,9 @@ def _handshake_s(timeout: float) -> float:
     return max(MIN_HANDSHAKE_S, min(timeout, HANDSHAKE_S))
 
 
-def _control(endpoint: str, verb: Verb, timeout: float, as_json: bool) -> int:
+def _control(endpoint: str, keys: Path | None, verb: Verb, timeout: float, as_json: bool) -> int:
     async def run() -> ControlReply:
-        async with connect(endpoint, timeout=_handshake_s(timeout)) as engine:
+        async with connect(endpoint, timeout=_handshake_s(timeout), keys=keys) as engine:
             return await engine.ask_tree(verb, timeout)
 
     answer = trio.run(run)
@@ -501,12 +557,14 @@ def _control(endpoint: str, verb: Verb, timeout: float, as_json: bool) -> int:
     return TIMED_OUT if answer.late else DONE
 
 
-async def _status(endpoint: str, wait: State | None, timeout: float) -> StatusReply:
+async def _status(
+    endpoint: str, keys: Path | None, wait: State | None, timeout: float
+) -> StatusReply:
     deadline = trio.current_time() + timeout
     while True:
         left = deadline - trio.current_time()
         try:
-            async with connect(endpoint, timeout=_handshake_s(left)) as engine:
+            async with connect(endpoint, timeout=_handshake_s(left), keys=keys) as engine:
                 left = max(0.0, deadline - trio.current_time())
                 if wait is None:
                     return await engine.status(timeout=left)

@@ -409,8 +409,7 @@ async def test_who_speaks_zmq_and_never_says_hello_is_cut_off(tmp_path: Path) ->
     for endpoint in ("tcp://127.0.0.1:*", f"ipc://{tmp_path / 'socket'}"):
         async with open_place(keyed=False) as place, open_zmq_context() as context:
             place.listen(endpoint)
-            limits = {"max_message_bytes": 2048, "send_hwm": 9, "receive_hwm": 9}
-            with context.dealer(**limits) as dealer:
+            with context.dealer(max_message_bytes=2048, send_hwm=9, receive_hwm=9) as dealer:
                 monitor = dealer.monitor(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
                 dealer.connect(place.listener.endpoint)
 
@@ -460,8 +459,7 @@ async def test_who_sends_garbage_is_answered_some_times_and_then_cut_off(
         good = place.connect(network, name="good")
         await good.wait_welcome()
         async with open_zmq_context() as context:
-            limits = {"max_message_bytes": 2048, "send_hwm": 5000, "receive_hwm": 5000}
-            with context.dealer(**limits) as dealer:
+            with context.dealer(max_message_bytes=2048, send_hwm=5000, receive_hwm=99) as dealer:
                 monitor = dealer.monitor(zmq.EVENT_DISCONNECTED)
                 dealer.connect(place.listener.endpoint)
                 for _ in range(1000):

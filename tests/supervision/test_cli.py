@@ -42,6 +42,7 @@ COMMANDS = [
     "stop",
     "abort",
     "status",
+    "keys",
     "fetch-model",
 ]
 
@@ -627,3 +628,51 @@ def test_a_reader_that_has_gone_ends_a_command_quietly(default_model: Path) -> N
 
     assert process.returncode == cli.REFUSED
     assert errors == b""
+
+
+# Keys
+
+
+def test_keys_are_made_and_their_files_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "keys"
+
+    assert cli.main(["keys", "--dir", str(folder)]) == 0
+    made = capsys.readouterr().out.splitlines()
+    assert cli.main(["keys", "--dir", str(folder), "--add", "alice", "--role", "replica"]) == 0
+    added = capsys.readouterr().out.splitlines()
+
+    assert sorted(made + added) == sorted(str(path) for path in folder.rglob("*.*"))
+    assert added == [str(folder / "alice.key"), str(folder / "allowed" / "alice.pub")]
+
+
+def test_keys_that_exist_are_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["keys", "--dir", str(tmp_path)]) == 0
+    before = (tmp_path / "server.key").read_text()
+
+    assert cli.main(["keys", "--dir", str(tmp_path)]) == 1
+    assert "server.key exists; --force replaces it" in capsys.readouterr().err
+    assert (tmp_path / "server.key").read_text() == before
+    assert cli.main(["keys", "--dir", str(tmp_path), "--force"]) == 0
+    assert (tmp_path / "server.key").read_text() != before
+
+
+@pytest.mark.parametrize("words", [["status"], ["pause"], ["generate", "x"], ["abort", "r1"]])
+def test_a_command_takes_its_key_from_the_environment(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CALLBOARD_KEYS", "/nowhere/my.key")
+    monkeypatch.setenv("CALLBOARD_ENDPOINT", "tcp://127.0.0.1:1")
+
+    assert cli.main(words) == 1
+    assert "/nowhere/my.key: No such file" in capsys.readouterr().err
+
+
+def test_a_server_does_not_listen_to_everybody_without_being_told_to(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["serve", "--model", "random:tiny", "--listen", "tcp://0.0.0.0:0"]) == 1
+    assert "can be reached from other machines" in capsys.readouterr().err

@@ -15,14 +15,18 @@ import trio
 from callboard.messages.base import unpack_ids
 from callboard.messages.control import ReplicaStatus, State
 from callboard.messages.errors import (
+    AccessDenied,
     ActorStopped,
     CallboardError,
+    ConfigError,
     DeadlineExceeded,
     StartFailed,
     Unreachable,
 )
+from callboard.messages.membership import Role
 from callboard.messages.requests import FinishReason
 from callboard.supervision.engine import Engine, connect
+from callboard.supervision.keys import add_key, make_keys
 from callboard.supervision.serve import serve
 from callboard.supervision.settings import Settings
 from callboard.supervision.stream import RequestStream
@@ -160,7 +164,7 @@ async def test_a_port_of_zero_is_filled_in(folder: Path) -> None:
 async def test_a_server_open_to_all_tells_each_client_where_it_may_send_verbs(
     folder: Path,
 ) -> None:
-    async with running(folder, listen="tcp://0.0.0.0:0") as server:
+    async with running(folder, listen="tcp://0.0.0.0:0", insecure=True) as server:
         await server.says("ready at tcp://0.0.0.0:")
         port = server.said[0].rpartition(":")[2]
 
@@ -352,3 +356,81 @@ async def test_a_stop_with_streams_open_gives_each_its_terminal_delta(folder: Pa
         await server.ended.wait()
 
     assert reasons == [FinishReason.ABORT] * 4
+
+
+# Keys
+
+
+@asynccontextmanager
+async def guarded(folder: Path) -> AsyncIterator[tuple[str, Path]]:
+    """Run a server that has keys; yields its endpoint and their folder."""
+    keys = folder / "keys"
+    make_keys(keys)
+    async with running(folder, listen="tcp://127.0.0.1:0", keys=str(keys)) as server:
+        await server.says("ready at")
+        yield server.said[0].split()[-1], keys
+
+
+async def test_with_keys_a_client_may_generate_and_an_operator_say_verbs_too(folder: Path) -> None:
+    async with guarded(folder) as (endpoint, keys):
+        async with connect(endpoint, keys=keys / "client.key") as client:
+            [answer] = await client.generate([[5]], max_tokens=3)
+            with pytest.raises(AccessDenied, match="has the role client and may not be used as op"):
+                await client.pause()
+            [again] = await client.generate([[5]], max_tokens=3)
+        async with connect(endpoint, keys=keys / "operator.key") as operator:
+            assert (await operator.pause()).done
+            assert (await operator.unpause()).done
+            [other] = await operator.generate([[5]], max_tokens=3)
+
+    assert answer.token_ids == again.token_ids == other.token_ids == [6, 7, 8]
+
+
+async def test_with_keys_nobody_gets_in_without_one_or_with_a_strangers(folder: Path) -> None:
+    make_keys(folder / "others")
+    async with guarded(folder) as (endpoint, keys):
+        with pytest.raises(AccessDenied, match="lets in nobody without keys"):
+            async with connect(endpoint):
+                pass
+        with pytest.raises(Unreachable):
+            async with connect(endpoint, keys=folder / "others" / "client.key", timeout=0.5):
+                pass
+        (keys / "allowed" / "client.pub").unlink()
+        with pytest.raises(AccessDenied, match="it is not on its list"):
+            async with connect(endpoint, keys=keys / "client.key"):
+                pass
+
+
+async def test_a_key_can_be_rotated_while_the_server_runs(folder: Path) -> None:
+    async with guarded(folder) as (endpoint, keys):
+        add_key(keys, "newer", Role.CLIENT)
+        async with connect(endpoint, keys=keys / "newer.key") as new:
+            (keys / "allowed" / "client.pub").unlink()
+            with pytest.raises(AccessDenied):
+                async with connect(endpoint, keys=keys / "client.key"):
+                    pass
+            [answer] = await new.generate([[5]], max_tokens=3)
+
+    assert answer.token_ids == [6, 7, 8]
+
+
+async def test_a_replica_that_is_killed_comes_back_with_its_key(folder: Path) -> None:
+    async with (
+        guarded(folder) as (endpoint, keys),
+        connect(endpoint, keys=keys / "operator.key") as engine,
+        engine.submit([5], max_tokens=200) as stream,
+    ):
+        await read(stream, 10)
+        os.kill((await replica(engine)).pid, signal.SIGKILL)
+
+        assert len((await stream.completion()).token_ids) == 200
+
+
+async def test_an_address_that_others_reach_needs_keys(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="can be reached from other machines"):
+        await serve(Settings(listen="tcp://0.0.0.0:0"), announce=pytest.fail)
+
+
+async def test_keys_that_are_not_there_keep_a_server_from_starting(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere/server.key: No such file"):
+        await serve(Settings(keys=str(folder / "nowhere")), announce=pytest.fail)
