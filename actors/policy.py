@@ -478,12 +478,19 @@ class SchedulingPolicy:
                 standing[row].request.overtaken += 1
 
     def _evict_beyond_limit(self) -> list[RowId]:
-        """Evict the newest of those that wait for a block while they hold more than they may."""
+        """Evict the newest of those that wait for a block while they hold more than they may.
+
+        One of which a token is under way has its turn a step later: without that token it would
+        come back to where it was, and be evicted there again, for ever.
+        """
         evicted: list[RowId] = []
         while self._paused_limit is not None and self._starved:
+            newest = max(self._starved, key=_order)
+            if self._flights and self._flights[0].run < newest.starved_at:
+                break
             if sum(request.blocks for request in self._starved) <= self._paused_limit:
                 break
-            evicted.append(self._requeue(max(self._starved, key=_order)))
+            evicted.append(self._requeue(newest))
         return evicted
 
     def _any_decodes_in(self, run: int) -> bool:

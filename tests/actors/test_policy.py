@@ -1305,6 +1305,21 @@ def test_rows_that_wait_and_hold_too_many_blocks_are_evicted_the_newest_first() 
     assert starve(1)["new"] is Phase.WAITING
 
 
+def test_a_row_is_not_evicted_before_the_token_under_way_for_it_has_come() -> None:
+    replica = Replica(num_blocks=2, block_tokens=4, paused_limit=0)
+    replica.add("old", prompt=4, max_tokens=3)
+    replica.add("new", prompt=(7, 7, 7, 7), max_tokens=3)
+    for _ in range(20):
+        while replica.policy.has_work and replica.policy.in_flight < 2:
+            step = replica.plan()
+            if step is None:
+                break
+            replica.tell_device(step)
+        while replica.policy.in_flight:
+            run_one(replica)
+    assert replica.output == {"old": alone(range(1, 5), 3), "new": alone([7] * 4, 3)}
+
+
 def test_a_prefix_that_is_being_computed_is_waited_for() -> None:
     replica = Replica(prefix_caching=True)
     replica.add("a", prompt=9)
