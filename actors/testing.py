@@ -126,6 +126,13 @@ class ScriptedRunner:
         for row in rows:
             self._rows.pop(row, None)
 
+    def choose(self, tokens: list[int], position: int, sampling: RowSampling) -> int:
+        """Return a row's next token, its output's number `position`; of the script here.
+
+        A subclass may have it depend on how the row samples, too.
+        """
+        return self._next_token(tokens)
+
     def execute(self, step: RunStep) -> StepDone:
         """Run one step by the same rules as the real runner."""
         assert self.loaded, "a step without weights"
@@ -167,7 +174,7 @@ class ScriptedRunner:
             if row.sampling.max_tokens == 0:
                 full.append(row_id)
                 continue
-            token = self._next_token(row.tokens)
+            token = self.choose(row.tokens, row.position, row.sampling)
             row.tokens.append(token)
             row.position += 1
             rows.append(row_id)

@@ -201,7 +201,7 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
             case Joined(peer=peer):
                 self._peer = peer
                 self._connected.set()
-            case Left():
+            case Left(peer=peer) if peer == self._peer:  # of an earlier line it may come late
                 self._connected = trio.Event()
             case Said(message=ReplicaUp()):
                 self._up.set()

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import trio
 
+from callboard.actors.session import Joined, Left
 from callboard.actors.system import ActorSystem, open_system
 from callboard.actors.transport import ZmqNetwork
 from callboard.actors.zmq_socket import open_zmq_context
@@ -33,14 +34,15 @@ class Place:
 
     async def live(self, *, start_timeout_s: float = 10.0, model: str = "a-model") -> None:
         settings = Settings(model=model, start_timeout_s=start_timeout_s)
-        await self.cell.run(
-            lambda: ReplicaProcess(
-                self._system,
-                self._network,
-                settings,
-                coordinator="tcp://127.0.0.1:1",
-                run_folder=self.folder,
-            )
+        await self.cell.run(lambda: self.process(settings))
+
+    def process(self, settings: Settings | None = None) -> ReplicaProcess:
+        return ReplicaProcess(
+            self._system,
+            self._network,
+            settings or Settings(),
+            coordinator="tcp://127.0.0.1:1",
+            run_folder=self.folder,
         )
 
     async def pid(self) -> int:
@@ -161,6 +163,20 @@ async def test_a_cancelled_owner_leaves_no_process(place: Place, play_replica: P
         nursery.cancel_scope.cancel()
 
     assert not is_alive(pid)
+
+
+async def test_an_earlier_line_that_ends_late_does_not_take_the_present_one_along(
+    place: Place,
+) -> None:
+    process = place.process()
+    for peer in (b"earlier", b"present"):
+        await process._deliver(Joined(peer=peer, hello=None))
+
+    await process._deliver(Left(peer=b"earlier", reason="it was silent"))
+    assert process._connected.is_set()
+
+    await process._deliver(Left(peer=b"present", reason="it was silent"))
+    assert not process._connected.is_set()
 
 
 @pytest.mark.usefixtures("scripted_replicas")

@@ -1,0 +1,293 @@
+"""What must be true during and after every run, whatever happened: the promises, as assertions."""
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import trio
+
+from callboard.actors.actor import Cell
+from callboard.actors.kv_allocator import KVAllocator
+from callboard.actors.routing import MAX_ATTEMPTS
+from callboard.actors.scheduler import Scheduler
+from callboard.messages.control import (
+    AbortRequests,
+    ControlReply,
+    KVLevel,
+    Pause,
+    PauseMode,
+    Resume,
+    State,
+    Step,
+    Stop,
+    Suspend,
+    Unpause,
+    Verb,
+    WeightsLevel,
+)
+from callboard.messages.requests import FinishReason
+from callboard.messages.steps import RunStep
+from tests.simulation.device import alone, prompt_scores
+
+if TYPE_CHECKING:
+    from tests.simulation.clients import Asked
+    from tests.simulation.world import World
+
+
+class BrokenPromise(AssertionError):
+    """Something a user may rely on was not so."""
+
+
+class Checks:
+    """Notes what is promised while a simulation runs, and finds what was not kept."""
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self.broken: list[str] = []
+        self.asked: list[Asked] = []
+        self.losses = 0  # of replicas, as coordinators see it
+        self.device_failures: Counter[str] = Counter()
+        self._held_still = False  # between an acknowledged PAUSE and what ends it
+        self._without: Suspend | None = None  # memory that may not be taken
+        self._running: Counter[str] = Counter()  # forward passes under way, by process
+        self._aborts: list[list[float]] = []  # when they began, and were over
+        self._nans: list[str] = []
+
+    def broke(self, what: str) -> None:
+        """Note a promise that was not kept."""
+        self._world.log("", "BROKEN", what)
+        self.broken.append(what)
+
+    # The device.
+
+    def forward_begins(self, process: str, step: RunStep) -> None:
+        """A forward pass begins."""
+        self._world.log(process, "forward", step)
+        if self._held_still:
+            self.broke(f"{process} began a forward pass while paused")
+        self._running[process] += 1
+
+    def forward_ends(self, process: str) -> None:
+        """A forward pass has ended, with its process or by itself."""
+        self._running[process] = 0
+
+    def takes_cache(self, process: str) -> None:
+        """A runner allocates its KV cache."""
+        if self._without is not None and self._without.kv is KVLevel.DROP:
+            self.broke(f"{process} allocated a cache while suspended")
+
+    def takes_weights(self, process: str) -> None:
+        """A runner loads its weights."""
+        if self._without is not None and self._without.weights is WeightsLevel.DISCARD:
+            self.broke(f"{process} loaded weights while suspended")
+
+    def nan_injected(self) -> str:
+        """Return the message of a row that is about to fail."""
+        self._nans.append(f"the logits are NaN (number {len(self._nans)})")
+        return self._nans[-1]
+
+    # Verbs.
+
+    def verb_sent(self, verb: Verb | AbortRequests) -> None:
+        """An operator is about to send a verb: from now on its effects are expected."""
+        if isinstance(verb, Unpause | Resume | Step):
+            self._held_still = False
+        if isinstance(verb, Resume):
+            self._without = None
+        if _aborts(verb):
+            self._aborts.append([trio.current_time(), float("inf")])
+
+    def verb_answered(self, verb: Verb, reply: ControlReply) -> None:
+        """A verb was acknowledged, refused, or some part was late."""
+        if not reply.done:
+            return
+        expected = {
+            Pause: (State.PAUSED, State.SUSPENDED),
+            Unpause: (State.RUNNING,),
+            Suspend: (State.SUSPENDED,),
+            Resume: (State.RUNNING, State.PAUSED),
+            Step: (State.PAUSED,),
+            Stop: (State.STOPPED,),
+        }[type(verb)]
+        if reply.state not in expected:
+            self.broke(f"{reply.verb} was acknowledged in the state {reply.state}")
+        if isinstance(verb, Pause | Suspend | Step | Stop):
+            self._held_still = True
+            for process, count in self._running.items():
+                if count:
+                    self.broke(f"{reply.verb} was acknowledged with {process} in a forward pass")
+        if isinstance(verb, Suspend):
+            self._without = verb
+            self._check_memory(verb)
+
+    def verb_over(self, verb: Verb | AbortRequests, *, done: bool) -> None:
+        """Nobody waits for a verb's answer any more; one that was not done may go on."""
+        if _aborts(verb) and done:
+            self._aborts[-1][1] = trio.current_time()
+
+    def _check_memory(self, verb: Suspend) -> None:
+        for name, runner in self._world.runners():
+            if verb.kv is KVLevel.DROP and runner.allocated:
+                self.broke(f"suspend was acknowledged with the cache of {name} allocated")
+            if verb.weights is WeightsLevel.DISCARD and runner.loaded:
+                self.broke(f"suspend was acknowledged with the weights of {name} loaded")
+
+    # Actors.
+
+    def life_ended(self, name: str, error: BaseException) -> None:
+        """An actor failed with an error; planned ones and ours are no surprise."""
+        if not self._world.is_expected(error):
+            self.broke(f"{name} failed of {type(error).__name__}: {error}")
+
+    def message_handled(self, cell: Cell) -> None:
+        """Blocks are conserved after every message."""
+        actor = cell.actor
+        if isinstance(actor, KVAllocator) and actor._pool is not None:
+            held = Counter(block for blocks in actor._held.values() for block in blocks)
+            actor._pool.audit()
+            references = actor._pool.statistics().references
+            if references != sum(held.values()):
+                self.broke(f"{cell.name}: {references} references, {sum(held.values())} held")
+
+    # After the run.
+
+    def check_requests(self) -> None:
+        """Every request has ended once, as it would have alone or with a reason not to."""
+        for asked in self.asked:
+            for problem in self._problems_of(asked):
+                self.broke(f"{asked.name}: {problem}")
+
+    def _problems_of(self, asked: "Asked") -> list[str]:
+        problems = list(asked.problems)
+        record = asked.stream.record
+        if asked.client_died or (not asked.stream.told and asked.left):
+            return problems
+        if not asked.stream.has_ended:
+            return [*problems, "has not ended"]
+        if record.finish_reason is None:
+            return problems + self._problems_of_refusal(asked)
+        if not asked.accepted and record.token_ids:
+            problems.append("has tokens, and was never accepted")
+        expected = alone(list(asked.prompt), asked.params, record.seed)
+        tokens, reason = record.token_ids, record.finish_reason
+        if tokens != expected.tokens[: len(tokens)]:
+            problems.append(f"has {tokens}, and alone {expected.tokens}")
+        whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if whole:
+            if (tokens, reason) != (expected.tokens, expected.finish):
+                problems.append(f"ended by {reason} with {tokens}, alone {expected}")
+            if record.text != expected.text:
+                problems.append(f"has the text {record.text!r}, alone {expected.text!r}")
+        elif not expected.text.startswith(record.text):
+            problems.append(f"has the text {record.text!r}, alone {expected.text!r}")
+        if asked.params.logprobs is not None and tokens:
+            if record.logprobs != expected.logprobs[: len(tokens)]:
+                problems.append(f"has the log-probs {record.logprobs}, {expected.logprobs} alone")
+        scores = record.prompt_logprobs
+        if asked.params.prompt_logprobs is not None and (whole or scores is not None):
+            if scores != prompt_scores(list(asked.prompt)):
+                problems.append(f"has prompt log-probs {scores}")
+        if not whole:
+            problems += self._problems_of_end(asked, reason)
+        return problems
+
+    def _problems_of_end(self, asked: "Asked", reason: FinishReason) -> list[str]:
+        match reason:
+            case FinishReason.ABORT:
+                fine = asked.left or self._was_aborted(asked)
+                return [] if fine else ["was aborted, and nobody wanted that"]
+            case FinishReason.DEADLINE:
+                due = asked.sent_at + (asked.timeout_s or float("inf"))
+                fine = asked.ended_at >= due - 1e-6
+                return [] if fine else [f"ended by a deadline at {asked.ended_at}, due {due}"]
+            case _:
+                failure = asked.stream.failure
+                return [] if self._may_fail(failure) else [f"failed: {failure}"]
+
+    def _problems_of_refusal(self, asked: "Asked") -> list[str]:
+        failure = asked.stream.failure
+        assert failure is not None
+        if asked.accepted:
+            fine = asked.client_closed or self._world.stopping
+            return [] if fine else [f"was accepted and then lost: {failure}"]
+        fits = len(asked.prompt) + (asked.params.max_tokens or 0)
+        if fits > self._world.scenario.room.max_model_len:
+            return [] if failure.code == "SequenceOverflow" else [f"was refused: {failure}"]
+        fine = asked.client_closed or self._world.stopping
+        return [] if fine else [f"was refused: {failure}"]
+
+    def _was_aborted(self, asked: "Asked") -> bool:
+        if self._world.stopping or asked.client_closed:
+            return True
+        return any(
+            began <= asked.ended_at and asked.sent_at <= ended
+            for began, ended in self._aborts
+        )
+
+    def _may_fail(self, failure: Any) -> bool:
+        if failure is None:
+            return False
+        if failure.message in self._nans:
+            return True
+        return "lost" in failure.message and self.losses >= MAX_ATTEMPTS
+
+    def check_tables(self) -> None:
+        """With nothing under way, nobody remembers anything of it."""
+        for process in self._world.processes.values():
+            if process.alive and process.system is not None:
+                for cell in list(process.system.cells.values()):
+                    self._check_cell(cell)
+                timers = process.system.timers
+                alive = [entry for entry in timers._heap if entry[2].callback is not None]
+                if len(alive) > 8:
+                    self.broke(f"{process.name} has {len(alive)} timers")
+        for name, runner in self._world.runners():
+            if runner.rows:
+                self.broke(f"the device of {name} has the rows {runner.rows}")
+
+    def _check_cell(self, cell: Cell) -> None:
+        actor = cell.actor
+        depth = cell.mailbox.statistics().depth
+        if depth:
+            self.broke(f"{depth} messages wait for {cell.name}")
+        if any(not reply.settled for reply in cell._deferred):
+            self.broke(f"{cell.name} has not answered everybody")
+        if isinstance(actor, KVAllocator):
+            self._check_empty(cell.name, actor, ("_held", "_promised", "_promises"))
+            pool = actor._pool
+            if pool is not None and pool.free != pool.usable:
+                self.broke(f"{cell.name} has {pool.free} of {pool.usable} blocks free")
+        if isinstance(actor, Scheduler):
+            self._check_empty(cell.name, actor, ("_timers", "_pausing"))
+            policy = actor._policy
+            names = ("_waiting", "_starved", "_flights", "_proposed")
+            self._check_empty(cell.name, policy, names)
+            if len(policy.ledger) or policy.ledger.num_rows:
+                self.broke(f"{cell.name} keeps {len(policy.ledger)} requests")
+            if actor._stepping is not None or policy._prefilling or policy._suspect:
+                self.broke(f"{cell.name} is not done with something")
+        if cell.name == "coordinator" and actor is not None:
+            self._check_containers(cell.name, actor._routing)
+
+    def _check_empty(self, name: str, holder: object, tables: tuple[str, ...]) -> None:
+        for table in tables:
+            if getattr(holder, table):
+                self.broke(f"{name}: {table} is {getattr(holder, table)}")
+
+    def _check_containers(self, name: str, holder: object) -> None:
+        """Whatever holds things is empty, but for what holds only what is empty."""
+        for table, content in vars(holder).items():
+            if isinstance(content, dict) and any(content.values()):
+                self.broke(f"{name}: {table} is {content}")
+            elif isinstance(content, list | set) and content:
+                self.broke(f"{name}: {table} is {content}")
+
+
+def _aborts(verb: Verb | AbortRequests) -> bool:
+    match verb:
+        case Pause(mode=mode):
+            return mode is not PauseMode.KEEP
+        case Stop() | AbortRequests():
+            return True
+        case _:
+            return False

@@ -1,0 +1,328 @@
+"""What happens in one run, drawn from its seed before it begins: a page one can read.
+
+Times are in simulated seconds since the tree came up.
+"""
+
+import msgspec
+
+from callboard.messages.control import (
+    AbortRequests,
+    KVLevel,
+    Pause,
+    PauseMode,
+    Resume,
+    Step,
+    Suspend,
+    Unpause,
+    Verb,
+    WeightsLevel,
+)
+from callboard.messages.sampling import SamplingParams
+from tests.simulation.determinism import stream
+from tests.simulation.network import FAR_AWAY, NO_DELAY, SAME_ROOM
+
+VOCABULARY = 200
+EOS = 199
+
+
+class Room(msgspec.Struct, frozen=True, kw_only=True):
+    """What fits on a device."""
+
+    block_tokens: int
+    num_blocks: int
+    max_rows: int
+    max_step_tokens: int
+    max_model_len: int
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """A request a client makes, and what becomes of its interest in it."""
+
+    at: float
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    n: int = 1
+    priority: int = 0
+    timeout_s: float | None = None
+    leave_after_tokens: int | None = None
+    cancel_after_s: float | None = None
+
+
+class ClientPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A client process: its requests, and whether it goes before they have ended."""
+
+    asks: tuple[Ask, ...]
+    closes_at: float | None = None
+    dies_at: float | None = None
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """A verb of the operator, and how long it may take."""
+
+    at: float
+    verb: Verb | AbortRequests
+    timeout_s: float
+
+
+class Crash(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An actor fails before or behind its message number `message`, or at a time."""
+
+    name: str
+    message: int = 0
+    behind: bool = False
+    at: float | None = None
+
+
+class DeviceFault(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A forward pass of a replica does not go well."""
+
+    replica: int
+    step: int
+    kind: str  # error, error_behind, out_of_memory, hang, nan
+    killed_after_s: float = 0.0  # how long a hanging one is watched
+
+
+class Kill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A replica's process is killed; where it has none, its supervisor fails."""
+
+    replica: int
+    at: float
+
+
+class Reset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The connections between two processes are reset."""
+
+    one: str
+    other: str
+    at: float
+
+
+class Partition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Two processes cannot reach each other for some time."""
+
+    one: str
+    other: str
+    at: float
+    seconds: float
+    one_way: bool
+
+
+Fault = Crash | DeviceFault | Kill | Reset | Partition
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is not left to the scheduler and the network."""
+
+    seed: int
+    replicas: int
+    in_processes: bool  # each replica in a process of its own, or all in root's
+    pipeline_depth: int
+    prefill_chunk_tokens: int
+    prefix_caching: bool
+    paused_limit_blocks: int
+    room: Room
+    delays: tuple[float, float]
+    step_s: tuple[float, float]
+    clients: tuple[ClientPlan, ...]
+    orders: tuple[Order, ...]
+    faults: tuple[Fault, ...]
+    stops_at: float | None  # with everything under way; else when all has ended
+    drain_s: float
+    seconds: float
+
+
+def draw(seed: int) -> Scenario:
+    """Return the scenario of a seed."""
+    return _Draw(seed).scenario()
+
+
+class _Draw:
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._rng = stream(seed, "scenario")
+        rng = self._rng
+        self._seconds = rng.choice((0.3, 1.0, 2.0))
+        self._replicas = rng.choice((1, 1, 2, 2, 3))
+        self._in_processes = rng.random() < 0.6
+        self._num_clients = rng.choice((1, 2, 2, 3))
+        block_tokens = rng.choice((1, 2, 4, 4, 8))
+        max_model_len = rng.choice((24, 32, 48))
+        least = -(-max_model_len // block_tokens)
+        max_rows = rng.randint(2, 8)
+        self._room = Room(
+            block_tokens=block_tokens,
+            num_blocks=least + rng.choice((0, 0, 1, least // 2, 3 * least)),
+            max_rows=max_rows,
+            max_step_tokens=max_rows + rng.choice((0, 4, 16, 56)),
+            max_model_len=max_model_len,
+        )
+        self._stems = [self._tokens(rng.randint(4, 14)) for _ in range(2)]
+
+    def scenario(self) -> Scenario:
+        rng = self._rng
+        return Scenario(
+            seed=self._seed,
+            replicas=self._replicas,
+            in_processes=self._in_processes,
+            pipeline_depth=rng.choice((1, 2)),
+            prefill_chunk_tokens=rng.choice((0, 0, 3, 7)),
+            prefix_caching=rng.random() < 0.7,
+            paused_limit_blocks=rng.choice((-1, -1, 0, 3)),
+            room=self._room,
+            delays=rng.choice((NO_DELAY, SAME_ROOM, SAME_ROOM, FAR_AWAY)),
+            step_s=rng.choice(((0.0, 0.0), (0.001, 0.02), (0.01, 0.1))),
+            clients=tuple(self._client() for _ in range(self._num_clients)),
+            orders=tuple(self._orders()),
+            faults=tuple(self._faults()),
+            stops_at=self._time() if rng.random() < 0.15 else None,
+            drain_s=rng.choice((0.0, 0.0, 0.05, 5.0)),
+            seconds=self._seconds,
+        )
+
+    def _time(self) -> float:
+        return round(self._rng.uniform(0.0, self._seconds), 4)
+
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self._rng.randrange(VOCABULARY - 1) for _ in range(count))
+
+    # Requests.
+
+    def _client(self) -> ClientPlan:
+        rng = self._rng
+        num_asks = rng.randint(1, 24 // self._num_clients)
+        fate = rng.random()
+        return ClientPlan(
+            asks=tuple(sorted((self._ask() for _ in range(num_asks)), key=lambda ask: ask.at)),
+            closes_at=self._time() if fate < 0.06 else None,
+            dies_at=self._time() if 0.06 <= fate < 0.12 else None,
+        )
+
+    def _ask(self) -> Ask:
+        rng = self._rng
+        stem = rng.choice(self._stems) if rng.random() < 0.6 else ()
+        prompt = (*stem[: rng.randint(1, 14)], *self._tokens(rng.randint(0 if stem else 1, 6)))
+        most = self._room.max_model_len - len(prompt)
+        fits = rng.random() > 0.02
+        max_tokens = rng.choice((0, 1, 3, 6, 10, 14)) if fits else most + 1
+        temperature = rng.choice((0.0, 1.0))
+        leaves = rng.random()
+        return Ask(
+            at=self._time() * rng.choice((0.2, 1.0)),
+            prompt=prompt,
+            params=SamplingParams(
+                temperature=temperature,
+                seed=rng.choice((None, rng.randrange(1000))) if temperature else None,
+                max_tokens=min(max_tokens, most) if fits else max_tokens,
+                stop=tuple(self._stop_strings()),
+                stop_token_ids=self._tokens(3) if rng.random() < 0.2 else (),
+                ignore_eos=rng.random() < 0.2,
+                logprobs=rng.choice((None, None, 0)),
+                prompt_logprobs=0 if rng.random() < 0.15 else None,
+            ),
+            n=rng.choice((1, 1, 1, 1, 1, 2, 3)),
+            priority=rng.choice((0, 0, 0, 1, -1)),
+            timeout_s=rng.choice((0.05, 0.3, 1.0)) if rng.random() < 0.12 else None,
+            leave_after_tokens=rng.randint(0, 4) if leaves < 0.08 else None,
+            cancel_after_s=self._time() if 0.08 <= leaves < 0.15 else None,
+        )
+
+    def _stop_strings(self) -> list[str]:
+        rng = self._rng
+        if rng.random() > 0.15:
+            return []
+        return ["".join(rng.choices("abcdefghij", k=rng.randint(1, 2))) for _ in range(2)]
+
+    # The operator.
+
+    def _orders(self) -> list[Order]:
+        rng = self._rng
+        count = rng.choice((0, 1, 2, 4, 8))
+        times = sorted(self._time() for _ in range(count))
+        return [
+            Order(at=at, verb=self._verb(), timeout_s=rng.choice((0.2, 2.0, 10.0, 30.0)))
+            for at in times
+        ]
+
+    def _verb(self) -> Verb | AbortRequests:
+        rng = self._rng
+        kind = rng.choice(
+            ("pause", "pause", "unpause", "unpause", "suspend", "suspend", "resume", "step", "abort")
+        )
+        match kind:
+            case "pause":
+                mode = rng.choice(
+                    (PauseMode.KEEP, PauseMode.KEEP, PauseMode.DRAIN, PauseMode.ABORT)
+                )
+                return Pause(mode=mode, drain_s=rng.choice((0.0, 0.05, 1.0)))
+            case "unpause":
+                return Unpause()
+            case "suspend":
+                return Suspend(
+                    kv=rng.choice(tuple(KVLevel)), weights=rng.choice(tuple(WeightsLevel))
+                )
+            case "resume":
+                return Resume()
+            case "step":
+                return Step(count=rng.randint(1, 3))
+            case _:
+                return AbortRequests(all=True)
+
+    # Faults.
+
+    def _faults(self) -> list[Fault]:
+        count = self._rng.choice((0, 0, 1, 1, 2, 3))
+        return [self._fault() for _ in range(count)]
+
+    def _fault(self) -> Fault:
+        rng = self._rng
+        replica = rng.randrange(self._replicas)
+        kind = rng.random()
+        if kind < 0.45:
+            return self._crash(replica)
+        if kind < 0.65:
+            return DeviceFault(
+                replica=replica,
+                step=rng.randint(1, 25),
+                kind=rng.choice(("error", "error_behind", "out_of_memory", "hang", "nan", "nan")),
+                killed_after_s=rng.uniform(0.1, 3.0),
+            )
+        if kind < 0.75:
+            return Kill(replica=replica, at=self._time())
+        one, other = self._pair(replica)
+        if kind < 0.88:
+            return Reset(one=one, other=other, at=self._time())
+        return Partition(
+            one=one,
+            other=other,
+            at=self._time(),
+            seconds=rng.choice((0.1, 1.0, 20.0)),
+            one_way=rng.random() < 0.3,
+        )
+
+    def _crash(self, replica: int) -> Crash:
+        rng = self._rng
+        parts = ("scheduler", "scheduler", "device", "kv_allocator", "executor", "tokenizer", "link")
+        part = rng.choice((*parts, "coordinator", "coordinator", "metrics", "replica"))
+        if part in parts:
+            name = f"replica-{replica}/{part}"
+        else:
+            name = f"replica-{replica}" if part == "replica" else part
+        if part in ("device", "replica") or rng.random() < 0.2:
+            return Crash(name=name, at=self._time())
+        return Crash(name=name, message=rng.randint(1, 60), behind=rng.random() < 0.5)
+
+    def _pair(self, replica: int) -> tuple[str, str]:
+        rng = self._rng
+        clients = [f"client-{index}" for index in range(self._num_clients)]
+        others = [*clients, "operator"]
+        others += [f"replica-{replica}" if self._in_processes else "root"] * 2
+        return "root", rng.choice(others)
+
+
+def sorted_by_time(faults: tuple[Fault, ...]) -> list[Kill | Reset | Partition | Crash]:
+    """Return the faults that happen at a time of the clock, in order."""
+    timed = [fault for fault in faults if not isinstance(fault, DeviceFault)]
+    return sorted(
+        (fault for fault in timed if fault.at is not None), key=lambda fault: fault.at or 0.0
+    )
+

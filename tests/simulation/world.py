@@ -1,0 +1,575 @@
+"""One simulation: the whole tree, its clients and an operator, on one clock and one seed.
+
+`simulate(seed)` draws a scenario and plays it. First everything happens that the scenario names.
+Then faults stop, the network heals, the operator resumes the tree, and everything has to end well
+in bounded time; see `checks`.
+"""
+
+import logging
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import trio
+from trio.testing import MockClock
+
+from callboard.actors import actor as actor_module, executor as executor_module
+from callboard.actors.actor import Actor, Cell
+from callboard.actors.mailbox import Letter
+from callboard.actors.routing import Routing
+from callboard.actors.system import ActorSystem, Timers
+from callboard.messages.base import Message
+from callboard.messages.control import (
+    AbortRequests,
+    Resume,
+    State,
+    Step,
+    Stop,
+    Unpause,
+    Verb,
+)
+from callboard.messages.errors import CallboardError
+from callboard.messages.sampling import SamplingParams
+from callboard.supervision import replica as replica_module
+from callboard.supervision.app import SUPERVISOR_SHUTDOWN_S, ReplicaParts, replica, root
+from callboard.supervision.root import Address
+from callboard.supervision.settings import Settings
+from tests.simulation.checks import Checks
+from tests.simulation.clients import COORDINATOR, Client, SimEngine, open_sim_engine
+from tests.simulation.determinism import determined, stream
+from tests.simulation.device import (
+    Codec,
+    Device,
+    DeviceBroken,
+    OutOfDeviceMemory,
+    SimRunner,
+    alone,
+    text_for,
+)
+from tests.simulation.log import EventLog
+from tests.simulation.network import SimNetwork
+from tests.simulation.processes import (
+    ChildProcess,
+    Process,
+    SimReplicaProcess,
+    current_process,
+    end_of_input,
+    make_thread,
+)
+from tests.simulation.scenario import (
+    EOS,
+    VOCABULARY,
+    Crash,
+    DeviceFault,
+    Fault,
+    Kill,
+    Partition,
+    Reset,
+    Scenario,
+    draw,
+)
+
+START_LIMIT_S = 100.0
+RECOVERY_LIMIT_S = 300.0
+SILENCE_S = 20.0
+"""Longer than anybody believes in a peer that says nothing."""
+
+RUN_LIMIT_S = 3_000.0
+RUNAWAY = 200_000
+"""Messages no run has; what goes on behind so many never ends."""
+
+
+class PlannedCrash(Exception):
+    """What an actor fails of when the scenario says so."""
+
+
+class Runaway(BaseException):
+    """The simulation does not come to an end."""
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a run: nothing in `broken` when all promises were kept."""
+
+    scenario: Scenario
+    broken: list[str]
+    log: EventLog
+    seconds: float
+
+
+def simulate(seed: int) -> Result:
+    """Play the scenario of a seed."""
+    return play(draw(seed))
+
+
+def play(scenario: Scenario) -> Result:
+    """Play a scenario."""
+    clock = MockClock(autojump_threshold=0.0)
+    clock._real_clock = lambda: 0.0  # it is asked often, and its rate is 0
+    log = EventLog()
+    world: list[World] = []
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            world.append(World(scenario, log, nursery))
+            await world[0].run()
+
+    broken: list[str] = []
+    with determined(scenario.seed, clock):
+        try:
+            trio.run(main, clock=clock)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            broken.append(f"the simulation ended with {_described(error)}")
+            log.add(clock.current_time(), "", "BROKEN", _trace(error))
+    if world:
+        broken = world[0].checks.broken + broken
+    return Result(scenario=scenario, broken=broken, log=log, seconds=clock.current_time())
+
+
+class World:
+    """Everything of one run."""
+
+    def __init__(self, scenario: Scenario, log: EventLog, nursery: trio.Nursery) -> None:
+        self.scenario = scenario
+        self.nursery = nursery
+        self.rng = stream(scenario.seed, "world")
+        self.timers = Timers()
+        self.network = SimNetwork(
+            self.timers, stream(scenario.seed, "network"), scenario.delays
+        )
+        self.checks = Checks(self)
+        self.processes: dict[str, Process] = {}
+        self.over = trio.Event()
+        self.stopping = False
+        self._log = log
+        self._began = 0.0
+        self._lives: Counter[str] = Counter()
+        self._steps: Counter[int] = Counter()  # forward passes of each replica
+        self._handled: Counter[str] = Counter()  # messages of each actor
+        self._num_handled = 0
+        self._crashes = {
+            (fault.name, fault.message): fault
+            for fault in scenario.faults
+            if isinstance(fault, Crash) and fault.at is None
+        }
+        self._faults_over = False
+        self._clients: list[Client] = []
+        self._root_ended = trio.Event()
+        self._operator: SimEngine
+
+    # The run.
+
+    async def run(self) -> None:
+        """Play the scenario, then see to it that everything ends well, and check that it has."""
+        with trio.fail_after(RUN_LIMIT_S), self._patched():
+            self.nursery.start_soon(self.timers.run)
+            await self._start()
+            await self._play()
+            await self._recover()
+            await self._end()
+        self.nursery.cancel_scope.cancel("it is over")
+
+    async def _start(self) -> None:
+        with trio.fail_after(START_LIMIT_S):
+            await self.nursery.start(self._run_root)
+            await self.nursery.start(self._run_operator)
+        self._began = trio.current_time()
+
+    async def _play(self) -> None:
+        scenario = self.scenario
+        self.log("", "begins")
+        for index, plan in enumerate(scenario.clients):
+            client = Client(self, self._process(f"client-{index}"), plan)
+            self._clients.append(client)
+            self.nursery.start_soon(self.processes[f"client-{index}"].run, client.main)
+        for fault in scenario.faults:
+            if not isinstance(fault, DeviceFault) and fault.at is not None:
+                self.nursery.start_soon(self._happen_at, fault, fault.at)
+        with trio.move_on_after(scenario.seconds):
+            await self._give_orders()
+            await trio.sleep_forever()
+        if scenario.stops_at is not None:
+            self.stopping = True
+            await self._order(Stop(drain_s=scenario.drain_s), 5.0)
+
+    async def _recover(self) -> None:
+        """Faults are over: whatever was asked for has to end."""
+        self._faults_over = True
+        self.network.heal()
+        self.log("", "heals")
+        await trio.sleep(0.5 if self._was_calm else SILENCE_S)
+        if not self.stopping:
+            await self._insist(Resume())
+            await self._insist(Unpause())
+        with trio.move_on_after(RECOVERY_LIMIT_S) as scope:
+            for client in self._clients:
+                await client.finished()
+        if scope.cancelled_caught:
+            self.checks.broke(f"requests have not ended in {RECOVERY_LIMIT_S:g} s")
+
+    async def _end(self) -> None:
+        if not self.stopping:
+            await self._check_that_it_works()
+            await trio.sleep(0.5)
+            self.checks.check_tables()
+        self.checks.check_requests()
+        self.stopping = True
+        await self._insist(Stop())
+        with trio.move_on_after(SUPERVISOR_SHUTDOWN_S) as scope:
+            await self._root_ended.wait()
+        if scope.cancelled_caught:
+            self.checks.broke("root did not end after STOP")
+        self.over.set()
+
+    async def _check_that_it_works(self) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=3)
+        with trio.move_on_after(RECOVERY_LIMIT_S) as scope:
+            try:
+                [answer] = await self._operator.generate([[7, 8, 9]], params)
+            except CallboardError as error:
+                self.checks.broke(f"a request at the end failed: {error}")
+                return
+            if answer.token_ids != alone([7, 8, 9], params, answer.seed).tokens:
+                self.checks.broke(f"a request at the end has {answer.token_ids}")
+        if scope.cancelled_caught:
+            self.checks.broke("a request at the end was not answered")
+
+    @property
+    def _was_calm(self) -> bool:
+        """Whether nobody has to be given up for his silence."""
+        partings = any(isinstance(fault, Partition | Reset) for fault in self.scenario.faults)
+        return not partings and all(plan.dies_at is None for plan in self.scenario.clients)
+
+    # Processes.
+
+    def _process(self, name: str) -> Process:
+        self._lives[name] += 1
+        process = self.processes[name] = Process(self, name, self._lives[name])
+        return process
+
+    async def _run_root(self, task_status: trio.TaskStatus[None]) -> None:
+        process = self._process("root")
+
+        async def main(system: ActorSystem) -> None:
+            top = root(
+                system,
+                process.network,
+                self._settings(),
+                lambda name: self._replica(process, system, name),
+                address=Address(COORDINATOR),
+                control_endpoint="sim://control",
+            )
+            cell = system.cell("root")
+
+            async def end_when_stopped() -> None:
+                await top.stopped_by_verb.wait()
+                await cell.stop(SUPERVISOR_SHUTDOWN_S)
+
+            async def announce() -> None:
+                await top.started.wait()
+                task_status.started()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(end_when_stopped)
+                nursery.start_soon(announce)
+                exited = await cell.run(lambda: top, stop_timeout=SUPERVISOR_SHUTDOWN_S)
+                nursery.cancel_scope.cancel("root has ended")
+            if exited.failure is not None or not self.stopping:
+                self.checks.broke(f"root has ended: {exited.failure} {top.start_failure}")
+
+        await process.run(main)
+        self._root_ended.set()
+
+    def _settings(self) -> Settings:
+        scenario = self.scenario
+        return Settings(
+            replicas=scenario.replicas,
+            pipeline_depth=scenario.pipeline_depth,
+            prefill_chunk_tokens=scenario.prefill_chunk_tokens,
+            prefix_caching=scenario.prefix_caching,
+            paused_limit_blocks=scenario.paused_limit_blocks,
+        )
+
+    def _replica(self, process: Process, system: ActorSystem, name: str) -> Actor[Any]:
+        if self.scenario.in_processes:
+            return SimReplicaProcess(
+                system,
+                process.network,
+                self._settings(),
+                coordinator=COORDINATOR,
+                run_folder=Path("/simulated"),
+            )
+        parts = self._parts(process, name)
+        return replica(
+            system, process.network, name, parts, self._settings(), coordinator=COORDINATOR
+        )
+
+    def _parts(self, process: Process, name: str) -> ReplicaParts:
+        index = int(name.removeprefix("replica-"))
+        faults = [
+            fault
+            for fault in self.scenario.faults
+            if isinstance(fault, DeviceFault) and fault.replica == index
+        ]
+        rng = stream(self.scenario.seed, f"{process.owner}/{name}")
+        device = process.devices[name] = Device(process, index, faults, rng)
+        return ReplicaParts(
+            make_runner=device.make_runner,
+            codec=Codec(),
+            text_for=text_for,
+            vocab_size=VOCABULARY,
+            eos_token_ids=(EOS,),
+        )
+
+    async def _open_process(self, command: object, **options: object) -> ChildProcess:
+        """Stand in for `trio.lowlevel.open_process`, in the task of the actor that calls it."""
+        await trio.lowlevel.checkpoint()
+        cell = actor_module.current_cell.get()
+        assert cell is not None
+        process = self._process(cell.name)
+        return ChildProcess(self, process, pid=1000 + len(self._lives))
+
+    def runners(self) -> list[tuple[str, SimRunner]]:
+        """Return the runners that are there now, with the names of their replicas."""
+        devices = [
+            device
+            for process in self.processes.values()
+            if process.alive
+            for device in process.devices.values()
+        ]
+        return [(device.name, device.runner) for device in devices if device.runner is not None]
+
+    # The operator.
+
+    async def _run_operator(self, task_status: trio.TaskStatus[None]) -> None:
+        process = self._process("operator")
+
+        async def main(system: ActorSystem) -> None:
+            async with trio.open_nursery() as nursery:
+                self._operator = await open_sim_engine(system, process, nursery)
+                task_status.started()
+                await self.over.wait()
+                self._operator._close()
+                nursery.cancel_scope.cancel("it is over")
+
+        await process.run(main)
+
+    async def _give_orders(self) -> None:
+        for order in self.scenario.orders:
+            await self.until(order.at)
+            await self._order(order.verb, order.timeout_s)
+
+    async def _order(self, verb: Verb | AbortRequests, timeout_s: float) -> bool:
+        """Give an order; returns whether it was carried out."""
+        self.log("operator", "orders", verb)
+        self.checks.verb_sent(verb)
+        began = trio.current_time()
+        done = False
+        with trio.move_on_after(timeout_s + 1.0) as scope:
+            try:
+                if isinstance(verb, AbortRequests):
+                    await self._operator._ask(verb, timeout_s)
+                    done = True
+                else:
+                    reply = await self._operator.ask_tree(verb, timeout_s)
+                    self.log("operator", "is told", reply)
+                    self.checks.verb_answered(verb, reply)
+                    done = reply.done
+            except CallboardError as error:
+                self.log("operator", "is told", f"{type(error).__name__}: {error}")
+        if scope.cancelled_caught or trio.current_time() - began > timeout_s + 0.01:
+            self.checks.broke(f"{verb} was not answered in {timeout_s:g} s")
+        self.checks.verb_over(verb, done=done)
+        return done
+
+    async def _insist(self, verb: Verb) -> None:
+        """Give an order until it is carried out, which has to be soon."""
+        for _ in range(5):
+            if self._root_ended.is_set() or await self._order(verb, 60.0):
+                return
+            await trio.sleep(1.0)
+        self.checks.broke(f"{type(verb).__name__} was not carried out")
+
+    # Faults.
+
+    async def _happen_at(self, fault: Fault, at: float) -> None:
+        await self.until(at)
+        if self._faults_over:
+            return
+        self.log("", "fault", fault)
+        match fault:
+            case Crash(name=name):
+                self.crash(name)
+            case Kill(replica=number):
+                self.kill_replica(number)
+            case Reset(one=one, other=other):
+                self.network.cut(one, other)
+            case Partition(one=one, other=other, seconds=seconds, one_way=one_way):
+                self.network.part(one, other, one_way=one_way)
+                await trio.sleep(seconds)
+                if not self._faults_over:
+                    self.log("", "heals")
+                    self.network.heal()
+            case _:
+                raise AssertionError(fault)
+
+    def crash(self, name: str) -> None:
+        """Let the present life of an actor fail between two of its steps."""
+        cells = [
+            process.system.cells[name]
+            for process in self.processes.values()
+            if process.alive and process.system is not None and name in process.system.cells
+        ]
+        for cell in cells[-1:]:
+            if cell.actor is not None and cell.state is not State.STARTING:
+                cell.nursery.start_soon(_fail)
+
+    def kill_replica(self, number: int) -> None:
+        """Kill a replica's process, or its supervisor where it has none."""
+        name = f"replica-{number}"
+        if not self.scenario.in_processes:
+            self.crash(name)
+        elif name in self.processes:
+            self.processes[name].kill()
+
+    def watch_hanging(self, number: int, fault: DeviceFault) -> None:
+        """End the process in which a forward pass hangs, after a time."""
+        self.log(f"replica-{number}", "hangs")
+        name = f"replica-{number}"
+        process = self.processes.get(name)
+
+        def end() -> None:
+            if not self.scenario.in_processes:
+                self.crash(name)
+            elif process is not None:
+                process.kill()
+
+        self.timers.at(trio.current_time() + fault.killed_after_s, end)
+
+    def count_step(self, number: int) -> int:
+        """Count a forward pass of a replica; returns its number."""
+        self._steps[number] += 1
+        return self._steps[number]
+
+    def is_expected(self, error: BaseException) -> bool:
+        """Whether an actor may fail of this."""
+        if isinstance(error, BaseExceptionGroup):
+            return all(self.is_expected(part) for part in error.exceptions)
+        return isinstance(
+            error, PlannedCrash | DeviceBroken | OutOfDeviceMemory | CallboardError
+        )
+
+    # What is seen.
+
+    def log(self, who: str, what: str, about: object = "") -> None:
+        """Add a line to the log."""
+        self._log.add(trio.current_time() - self._began, who, what, about)
+
+    async def until(self, at: float) -> None:
+        """Wait until a time of the scenario."""
+        await trio.sleep_until(self._began + at)
+
+    @contextmanager
+    def _patched(self) -> Iterator[None]:
+        """Put the simulation where the product meets the operating system, and look on."""
+        handle, root_cause, replica_left = (
+            Cell._handle,
+            actor_module._root_cause,
+            Routing.replica_left,
+        )
+
+        async def watched_handle(cell: Cell, actor: Actor[Any], letter: Letter) -> None:
+            await self._handle(handle, cell, actor, letter)
+
+        def watched_cause(error: Exception) -> Exception:
+            cause = root_cause(error)
+            process = current_process.get(None)
+            cell = actor_module.current_cell.get()
+            if process is not None and process.alive and cell is not None:
+                self.log(cell.name, "fails", f"{type(cause).__name__}: {cause}")
+                self.checks.life_ended(cell.name, cause)
+            return cause
+
+        def counted_loss(routing: Routing, peer: bytes) -> Any:
+            lost = replica_left(routing, peer)
+            self.checks.losses += bool(lost[0] or lost[1])
+            return lost
+
+        logger = logging.getLogger("callboard")
+        with (
+            patch.object(Cell, "_handle", watched_handle),
+            patch.object(actor_module, "_root_cause", watched_cause),
+            patch.object(Routing, "replica_left", counted_loss),
+            patch.object(executor_module, "DeviceThread", make_thread),
+            patch.object(trio.lowlevel, "open_process", self._open_process),
+            patch.object(replica_module, "_end_of_input", end_of_input),
+            patch.object(replica_module, "replica_parts", self._parts_of_child),
+            patch.object(replica_module.signal, "alarm", lambda seconds: 0),
+            patch.object(logger, "disabled", True),
+        ):
+            yield
+
+    def _parts_of_child(self, settings: Settings) -> ReplicaParts:
+        process = current_process.get()
+        return self._parts(process, process.name)
+
+    async def _handle(
+        self, handle: Callable[..., Any], cell: Cell, actor: Actor[Any], letter: Letter
+    ) -> None:
+        process = current_process.get()
+        if not process.alive:
+            await handle(cell, actor, letter)
+            return
+        self._num_handled += 1
+        if self._num_handled > RUNAWAY:
+            raise Runaway
+        self.log(cell.name, "reads", letter.message)
+        self._handled[cell.name] += 1
+        crash = self._crashes.get((cell.name, self._handled[cell.name]))
+        if crash is None or self._faults_over:
+            await handle(cell, actor, letter)
+        else:
+            await handle(cell, _Crashing(actor, crash), letter)
+        self.checks.message_handled(cell)
+
+
+class _Crashing:
+    """An actor that fails before or behind a message."""
+
+    def __init__(self, actor: Actor[Any], crash: Crash) -> None:
+        self._actor = actor
+        self._crash = crash
+
+    async def receive(self, message: Message) -> object:
+        return await self._around(self._actor.receive, message)
+
+    async def obey(self, message: Message) -> object:
+        return await self._around(self._actor.obey, message)
+
+    async def _around(self, work: Callable[[Any], Any], message: Message) -> object:
+        if self._crash.behind:
+            await work(message)
+        raise PlannedCrash(f"planned at {type(message).__name__}")
+
+
+async def _fail() -> None:
+    raise PlannedCrash("planned")
+
+
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def _described(error: BaseException) -> str:
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(_described(part) for part in error.exceptions)
+    return f"{type(error).__name__}: {error}"
+
+
+_ = (Step,)
