@@ -24,8 +24,13 @@ CallboardError
 │       └── MemoryDeallocated      the memory is given back until it is resumed
 ├── UnknownRequest         no such request is open; a KeyError, too                  (client fixes)
 ├── RequestFailed          the engine could not finish it                            (operator)
+├── DeviceError            the device failed in a step                 (its group is restarted)
+│   ├── OutOfMemory        it has not the memory for such a step       (scheduler tries less)
+│   ├── DeviceLost         its context is dead in this process         (process is replaced)
+│   └── StepStuck          a step does not end                         (process is replaced)
 ├── ControlRefused         the verb is illegal in this state                         (operator)
 ├── ConfigError            a setting or file is wrong                                (operator)
+├── WrongThread            an engine is used in a thread that is not its own         (caller fixes)
 └── SupervisionError
     ├── StartFailed        a child did not start                                     (escalates)
     └── RestartIntensityReached                                                      (escalates)
@@ -211,8 +216,46 @@ class ConfigError(CallboardError):
     """A setting or a file an operator named is wrong."""
 
 
+class DeviceError(CallboardError):
+    """The device failed in a step, and with it every row is lost."""
+
+
+class OutOfMemory(DeviceError):
+    """The device has not the memory for such a step; it is as good as before for a smaller one."""
+
+
+class DeviceLost(DeviceError):
+    """The device's context is dead, and every later call in this process fails as well."""
+
+
+class StepStuck(DeviceError):
+    """A step did not end in its time, and nothing can make it end: its thread is left behind.
+
+    `ill_s` is for how long nothing had come of the device by then, in seconds.
+    """
+
+    attributes: ClassVar[tuple[str, ...]] = ("ill_s",)
+
+    def __init__(self, message: str, *, ill_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.ill_s = ill_s
+
+
+class WrongThread(CallboardError, RuntimeError):
+    """An engine belongs to the trio program and the thread in which it was opened."""
+
+
 class SupervisionError(CallboardError):
-    """A supervisor could not keep its children alive."""
+    """A supervisor could not keep its children alive.
+
+    `ill_s` is for how long the child had not been well when it failed, in seconds.
+    """
+
+    attributes: ClassVar[tuple[str, ...]] = ("ill_s",)
+
+    def __init__(self, message: str, *, ill_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.ill_s = ill_s
 
 
 class StartFailed(SupervisionError):
@@ -234,6 +277,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     row: int | None = None
     transient: bool = False
     retry_after_s: float = 0.0
+    ill_s: float = 0.0
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":

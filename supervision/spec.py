@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from callboard.actors.actor import STOP_TIMEOUT_S, Actor
+from callboard.messages.errors import CallboardError
 
 
 class Restart(enum.Enum):
@@ -25,19 +26,40 @@ class Strategy(enum.Enum):
     REST_FOR_ONE = "rest_for_one"  # the siblings started after it
 
 
+class AutoShutdown(enum.Enum):
+    """Whether a supervisor ends in good order with its significant children (OTP's meanings)."""
+
+    NEVER = "never"
+    ANY_SIGNIFICANT = "any_significant"  # with the first of them that ends by itself
+    ALL_SIGNIFICANT = "all_significant"  # with the last
+
+
+KILL = 0.0
+"""As `shutdown_s`: the child is not asked to stop but ended at once (OTP's brutal_kill)."""
+
+
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A child: `start` makes a fresh actor for each life; `shutdown_s` is its time to stop."""
+    """A child: `start` makes a fresh actor for each life; `shutdown_s` is its time to stop.
+
+    `shutdown_s` may be infinite, or KILL. A `significant` child is one that its supervisor may end
+    with, see AutoShutdown. A failure that is one of `escalates` is not answered by a restart: the
+    supervisor stops its children and fails of it, too.
+    """
 
     name: str
     start: Callable[[], Actor[Any]]
     restart: Restart = Restart.PERMANENT
     shutdown_s: float = STOP_TIMEOUT_S
+    significant: bool = False
+    escalates: tuple[type[CallboardError], ...] = ()
 
 
 class Intensity(msgspec.Struct, frozen=True, kw_only=True):
-    """How many restarts within how many seconds are bearable, and how they are spaced.
+    """How many restarts are bearable, how long they count, and how they are spaced.
 
-    The first restart is immediate; each further one within the period waits twice as long.
+    A restart counts until the child has been up and well for `period_s`, however long it takes to
+    start or to fail. So one that is never well for so long reaches the limit in the end. The first
+    restart is immediate; each further one that counts waits twice as long.
     """
 
     restarts: int = 5

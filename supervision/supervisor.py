@@ -6,12 +6,12 @@ before the next begins. Restarts and verbs run in tasks of their own, so it alwa
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import trio
 
-from callboard.actors.actor import REACHED, Actor, ActorExited, Cell
+from callboard.actors.actor import REACHED, STOP_TIMEOUT_S, Actor, ActorExited, Cell, StopActor
 from callboard.actors.mailbox import Reply
 from callboard.actors.ref import LocalRef
 from callboard.actors.system import ActorSystem
@@ -41,14 +41,34 @@ from callboard.messages.errors import (
     SupervisionError,
 )
 from callboard.supervision.lifecycle import Desired
-from callboard.supervision.spec import ChildSpec, Intensity, Restart, Strategy
-from callboard.supervision.strategy import RestartHistory, affected, should_restart
+from callboard.supervision.spec import (
+    KILL,
+    AutoShutdown,
+    ChildSpec,
+    Intensity,
+    Restart,
+    Strategy,
+)
+from callboard.supervision.strategy import (
+    RestartHistory,
+    affected,
+    ends_with,
+    should_restart,
+)
 
 VERB_TIMEOUT_S = 60.0
 STATUS_TIMEOUT_S = 2.0
 
 MARGIN, MARGIN_S = 0.05, 0.25
 """By what part of its time, and by how many seconds at most, each level answers before it is up."""
+
+
+class _Failed(msgspec.Struct, frozen=True):
+    """A failure to repair: whose, when, and for how long the child had not been well by then."""
+
+    name: str
+    at: float
+    ill_s: float = 0.0
 
 
 class Child:
@@ -110,20 +130,21 @@ class Supervisor(Actor[ActorExited]):
         *,
         strategy: Strategy = Strategy.ONE_FOR_ONE,
         intensity: Intensity | None = None,
+        auto_shutdown: AutoShutdown = AutoShutdown.NEVER,
     ) -> None:
-        names = [spec.name for spec in children]
-        if len(set(names)) != len(names):
-            raise ValueError(f"two children have one name: {names}")
+        """Raises ValueError for children that do not fit each other or the supervisor."""
+        _check(children, auto_shutdown)
         self._system = system
         self._specs = children
         self._strategy = strategy
+        self._auto_shutdown = auto_shutdown
         self._history = RestartHistory(intensity or Intensity())
         self._children: dict[str, Child] = {}
         self._desired = Desired()
         self._verbs = trio.Lock()
         self._repairs = trio.CancelScope()
-        self._failed_in: trio.MemorySendChannel[str]
-        self._failed_out: trio.MemoryReceiveChannel[str]
+        self._failed_in: trio.MemorySendChannel[_Failed]
+        self._failed_out: trio.MemoryReceiveChannel[_Failed]
         self._failed_in, self._failed_out = trio.open_memory_channel(4 * len(children) + 1)
 
     async def on_start(self) -> None:
@@ -155,10 +176,30 @@ class Supervisor(Actor[ActorExited]):
         child = self._children.get(message.name)
         if child is None or child.cell.actor is not None:
             return  # the next life is under way already
-        if should_restart(child.spec.restart, message.failure):
-            self._failed_in.send_nowait(message.name)
+        failure = message.failure
+        if failure is not None and isinstance(error := failure.error(), child.spec.escalates):
+            await self._escalate(error)
+        elif should_restart(child.spec.restart, failure):
+            ill_s = 0.0 if failure is None else failure.ill_s
+            self._failed_in.send_nowait(_Failed(message.name, trio.current_time(), ill_s))
         else:
             child.retire()
+            self._end_with(child)
+
+    async def _escalate(self, error: CallboardError) -> NoReturn:
+        """Stop all children, since no restart of one of them helps, and fail."""
+        self._repairs.cancel("a failure escalates")
+        await self._stop_all()
+        raise error
+
+    def _end_with(self, child: Child) -> None:
+        """End in good order, if this was a child whose end means that."""
+        left = sum(
+            other.spec.significant and not other.retired for other in self._children.values()
+        )
+        if child.spec.significant and ends_with(self._auto_shutdown, still_significant=left):
+            self.log.info("ends with its significant child", child=child.spec.name)
+            self.cell.post(StopActor())
 
     async def obey(self, verb: Message) -> object:
         """Relay verbs to the children; tell of them."""
@@ -263,24 +304,24 @@ class Supervisor(Actor[ActorExited]):
     async def _repair(self) -> None:
         """Restart what fails, one failure at a time."""
         with self._repairs:
-            async for name in self._failed_out:
-                if self._children[name].up.is_set():
+            async for failed in self._failed_out:
+                if self._children[failed.name].up.is_set():
                     continue  # it has been restarted with another
-                pending = [name]
+                pending = [failed]
                 while pending:
                     failed = pending.pop()
                     await trio.sleep(await self._allowed_after(failed))
-                    pending = await self._restart(failed)
+                    pending = await self._restart(failed.name)
 
-    async def _allowed_after(self, failed: str) -> float:
+    async def _allowed_after(self, failed: _Failed) -> float:
         """Count a restart; returns the wait before it, or stops all and escalates."""
         try:
-            return self._history.record(trio.current_time(), failed)
+            return self._history.record(failed.at, failed.name, ill_s=failed.ill_s)
         except RestartIntensityReached:
             await self._stop_all()
             raise
 
-    async def _restart(self, failed: str) -> list[str]:
+    async def _restart(self, failed: str) -> list[_Failed]:
         """Restart a child and whom its failure affects; returns the one that failed to start."""
         group = [
             self._children[name] for name in affected(self._strategy, list(self._children), failed)
@@ -295,7 +336,7 @@ class Supervisor(Actor[ActorExited]):
                 await self._raise(child)
             except CallboardError as error:
                 self.log.error("restart failed", child=child.spec.name, reason=str(error))
-                return [child.spec.name]
+                return [_Failed(child.spec.name, trio.current_time())]
             self.log.info("restarted", child=child.spec.name, lives=child.cell.lives)
         return []
 
@@ -311,6 +352,7 @@ class Supervisor(Actor[ActorExited]):
             raise StartFailed(f"{child.spec.name} did not start: {reason}") from error
         if child.cell.actor is not None:  # or it has failed since, and will be restarted
             child.up.set()
+            self._history.up(child.spec.name, trio.current_time())
 
     async def _start(self, child: Child) -> None:
         child.born = self._desired
@@ -332,8 +374,10 @@ class Supervisor(Actor[ActorExited]):
     async def _live(
         self, child: Child, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
+        # One that is killed still has its time to clean up.
+        stop_timeout = child.spec.shutdown_s or STOP_TIMEOUT_S
         exited = await child.cell.run(
-            child.spec.start, stop_timeout=child.spec.shutdown_s, task_status=task_status
+            child.spec.start, stop_timeout=stop_timeout, task_status=task_status
         )
         # Before anybody runs who waited for this life: they are to wait for the next.
         child.set_down()
@@ -347,7 +391,29 @@ class Supervisor(Actor[ActorExited]):
     async def _stop(self, child: Child) -> None:
         child.expected_to_end = True
         child.set_down()
-        await child.cell.stop(child.spec.shutdown_s)
+        self._history.down(child.spec.name)
+        if child.spec.shutdown_s != KILL:
+            await child.cell.stop(child.spec.shutdown_s)
+        elif child.cell.actor is not None:
+            child.cell.cancel(f"{child.spec.name} is killed rather than stopped")
+            await child.cell.stopped.wait()
+
+
+def _check(children: Sequence[ChildSpec], auto_shutdown: AutoShutdown) -> None:
+    names = [spec.name for spec in children]
+    if len(set(names)) != len(names):
+        raise ValueError(f"two children have one name: {names}")
+    for spec in children:
+        if not spec.shutdown_s >= 0:  # NaN, too
+            raise ValueError(
+                f"shutdown_s of {spec.name} is {spec.shutdown_s}, and must be 0 or more"
+            )
+        if not spec.significant:
+            continue
+        if spec.restart is Restart.PERMANENT:
+            raise ValueError(f"{spec.name} is significant, and must be transient or temporary")
+        if auto_shutdown is AutoShutdown.NEVER:
+            raise ValueError(f"{spec.name} is significant, and auto_shutdown is never")
 
 
 def answer_by(cell: Cell) -> float:
