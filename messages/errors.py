@@ -21,6 +21,7 @@ CallboardError
 ├── UnknownRequest         no such request is open; a KeyError, too                  (client fixes)
 ├── RequestFailed          the engine could not finish it                            (operator)
 ├── ControlRefused         the verb is illegal in this state                         (operator)
+│   └── WeightsError       those weights cannot be used; the old ones still are      (operator)
 ├── ConfigError            a setting or file is wrong                                (operator)
 └── SupervisionError
     ├── StartFailed        a child did not start                                     (escalates)
@@ -179,6 +180,10 @@ class RequestFailed(CallboardError):
 
 class ControlRefused(CallboardError):
     """The verb is illegal in the state the tree is in."""
+
+
+class WeightsError(ControlRefused):
+    """New weights cannot be used: the message names file and tensor. The old ones still are."""
 
 
 class ConfigError(CallboardError):

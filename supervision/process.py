@@ -28,7 +28,9 @@ from callboard.messages.control import (
     Stop,
     Suspend,
     Unpause,
+    UpdateWeights,
     Verb,
+    Weights,
 )
 from callboard.messages.errors import (
     CallboardError,
@@ -60,6 +62,7 @@ class ReplicaOrder(msgspec.Struct, frozen=True, kw_only=True):
     control: str
     paused: bool = False
     suspended: Suspend | None = None
+    weights: Weights | None = None
 
 
 class ReplicaProcess(Actor[Said | Joined | Left]):
@@ -138,7 +141,7 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
     async def obey(self, verb: Message) -> object:
         """Pass verbs and questions on to the process."""
         match verb:
-            case Pause() | Unpause() | Suspend() | Resume() | Stop() | Step():
+            case Pause() | Unpause() | Suspend() | Resume() | Stop() | Step() | UpdateWeights():
                 self.spawn(self._pass_on, verb, self.defer(), answer_by(self.cell))
                 return None
             case GetNode():
@@ -155,6 +158,7 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
             control=control,
             paused=self.cell.paused,
             suspended=self.cell.suspended,
+            weights=self.cell.weights,
         )
         command = [sys.executable, "-m", "callboard.supervision.replica"]
         # A session of its own, so that an interrupt at the terminal reaches the root alone.
