@@ -37,7 +37,10 @@ from callboard.messages.control import (
     Stop,
     Suspend,
     Unpause,
+    UpdateWeights,
     Verb,
+    Weights,
+    verb_name,
 )
 from callboard.messages.errors import (
     ActorFailed,
@@ -64,7 +67,7 @@ REACHED: dict[type[Message], State] = {
     Stop: State.STOPPED,
     Step: State.PAUSED,
 }
-"""The state a part of the tree is in when it acknowledges a verb."""
+"""The state a part of the tree is in when it acknowledges a verb; others leave it as it is."""
 
 
 class StopActor(Message, frozen=True):
@@ -126,6 +129,10 @@ class Actor(ABC, Generic[M]):
         """Obey STEP: run so many forward passes, and be paused again."""
         return self.ack(verb)
 
+    async def on_update_weights(self, verb: UpdateWeights) -> ControlReply | None:
+        """Obey UPDATE_WEIGHTS, in the phase that is due."""
+        return self.ack(verb)
+
     async def on_drain(self, verb: Stop) -> ControlReply | None:
         """Obey STOP: end the open requests; the actor itself ends later."""
         return self.ack(verb)
@@ -183,10 +190,9 @@ class Actor(ABC, Generic[M]):
         self, verb: Verb, *, bytes_freed: int = 0, requests: int = 0, steps: int = 0
     ) -> ControlReply:
         """Return the acknowledgement of a verb that has had its effect here."""
-        state = REACHED[type(verb)]
-        self.cell.state = state
+        state = self.cell.state = REACHED.get(type(verb), self.cell.state)
         return ControlReply(
-            verb=type(verb).__name__.lower(),
+            verb=verb_name(verb),
             state=state,
             bytes_freed=bytes_freed,
             requests=requests,
@@ -208,6 +214,8 @@ class Actor(ABC, Generic[M]):
                 return await self.on_drain(verb)
             case Step():
                 return await self.on_step(verb)
+            case UpdateWeights():
+                return await self.on_update_weights(verb)
             case GetNode():
                 return self.cell.status()
             case _:
@@ -237,6 +245,7 @@ class Cell:
         self.kind = ""
         self.paused = False  # whether a life that begins now must not run anything
         self.suspended: Suspend | None = None  # what it must not allocate
+        self.weights: Weights | None = None  # what it must load; None: as it was made
         self.log = get_logger(actor=name)
         self.crashed = False  # in on_stop: whether this life ends with a failure
         self.nursery: trio.Nursery

@@ -8,7 +8,20 @@ import msgspec
 from callboard.actors.actor import Actor
 from callboard.actors.device_thread import DeviceThread
 from callboard.actors.ref import ActorRef
-from callboard.messages.control import ControlReply, KVLevel, Resume, Suspend, WeightsLevel
+from callboard.messages.control import (
+    ControlReply,
+    KVLevel,
+    Resume,
+    Suspend,
+    Unpause,
+    UpdatePhase,
+    UpdateWeights,
+    Verb,
+    Weights,
+    WeightsLevel,
+    verb_name,
+)
+from callboard.messages.errors import Failure, WeightsError
 from callboard.messages.steps import DeviceReady, DropRows, RowId, RunStep, StepDone
 
 ExecutorInbox = RunStep | DropRows
@@ -21,7 +34,10 @@ class Runner(Protocol):
     """
 
     def load(self) -> None:
-        """Load the weights, or take them back from the host; harmless when they are there."""
+        """Load the weights, or take them back from the host; harmless when they are there.
+
+        Raises WeightsError when they cannot be read.
+        """
         ...
 
     def allocate(self) -> None:
@@ -42,6 +58,21 @@ class Runner(Protocol):
 
     def offload_kv(self) -> int:
         """Free the KV cache and keep it, and the rows, on the host until `allocate`."""
+        ...
+
+    def prepare_weights(self, weights: Weights) -> None:
+        """Read and check other weights, or only check them while none are loaded.
+
+        Raises WeightsError when they cannot take the place of those in use, which stay then.
+        """
+        ...
+
+    def commit_weights(self, weights: Weights) -> None:
+        """Use the weights that were prepared; those that were not are read now, or by `load`."""
+        ...
+
+    def cancel_weights(self) -> None:
+        """Forget what was prepared."""
         ...
 
     def execute(self, step: RunStep) -> StepDone:
@@ -81,12 +112,15 @@ class Executor(Actor[ExecutorInbox]):
         self._thread = DeviceThread("callboard device")
         self._runner: Runner
         self._details: dict[str, int | float | str] = {}
+        self._has_prepared = False
 
     async def on_start(self) -> None:
         """Load the model and say what fits; while suspended, take no more than that leaves."""
         self._thread.start()
         self._runner = await self._thread.run(self._make_runner)
-        levels = self.cell.suspended
+        weights, levels = self.cell.weights, self.cell.suspended
+        if weights is not None:
+            await self._thread.run(lambda: self._runner.commit_weights(weights))
         if levels is None:
             await self._take_memory()
         elif levels.weights is WeightsLevel.KEEP:
@@ -124,14 +158,56 @@ class Executor(Actor[ExecutorInbox]):
         return self.ack(verb, bytes_freed=freed)
 
     async def on_resume(self, verb: Resume) -> ControlReply | None:
-        """Take back whatever is missing."""
-        await self._take_memory()
+        """Take back whatever is missing; refused when the weights cannot be read."""
+        try:
+            await self._take_memory()
+        except WeightsError as error:
+            return self._refuse(verb, error)
+        await self._describe()
+        return self.ack(verb)
+
+    async def on_unpause(self, verb: Unpause) -> ControlReply | None:
+        """Forget weights that were prepared for an update of which no more was heard."""
+        await self._cancel()
+        return self.ack(verb)
+
+    async def on_update_weights(self, verb: UpdateWeights) -> ControlReply | None:
+        """Read other weights, use them, or forget them; refused when they cannot be used."""
+        try:
+            await self._update(verb)
+        except WeightsError as error:
+            return self._refuse(verb, error)
         await self._describe()
         return self.ack(verb)
 
     def details(self) -> dict[str, int | float | str]:
         """Return the runner's description as of the last change."""
         return self._details
+
+    async def _update(self, verb: UpdateWeights) -> None:
+        match verb.phase:
+            case UpdatePhase.PREPARE:
+                self._has_prepared = True
+                await self._thread.run(lambda: self._runner.prepare_weights(verb.weights))
+            case UpdatePhase.COMMIT:
+                await self._thread.run(lambda: self._runner.commit_weights(verb.weights))
+                self._has_prepared = False
+            case UpdatePhase.CANCEL:
+                await self._cancel()
+
+    async def _cancel(self) -> None:
+        if self._has_prepared:
+            await self._thread.run(self._runner.cancel_weights)
+            self._has_prepared = False
+
+    def _refuse(self, verb: Verb, error: WeightsError) -> ControlReply:
+        why = WeightsError(f"{self.name}: {error}")
+        return ControlReply(
+            verb=verb_name(verb),
+            state=self.cell.state,
+            refused=str(why),
+            failure=Failure.of(why),
+        )
 
     async def _take_memory(self) -> None:
         await self._thread.run(self._runner.load)

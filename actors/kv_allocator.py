@@ -14,7 +14,14 @@ from callboard.messages.blocks import (
     ReleaseBlocks,
     ReserveBlocks,
 )
-from callboard.messages.control import ControlReply, KVLevel, Suspend, WeightsLevel
+from callboard.messages.control import (
+    ControlReply,
+    KVLevel,
+    Suspend,
+    UpdatePhase,
+    UpdateWeights,
+    WeightsLevel,
+)
 from callboard.messages.errors import OutOfBlocks
 from callboard.messages.steps import DeviceReady, RowId
 
@@ -55,6 +62,12 @@ class KVAllocator(Actor[KVAllocatorInbox]):
         """Forget what is cached: its memory goes, or the weights do, and others may come back."""
         goes = verb.kv is KVLevel.DROP or verb.weights is WeightsLevel.DISCARD
         if goes and self._pool is not None:
+            self._pool.forget_all()
+        return self.ack(verb)
+
+    async def on_update_weights(self, verb: UpdateWeights) -> ControlReply | None:
+        """Forget what is cached: other weights have not computed it."""
+        if verb.phase is UpdatePhase.COMMIT and self._pool is not None:
             self._pool.forget_all()
         return self.ack(verb)
 

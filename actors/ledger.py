@@ -27,7 +27,7 @@ from callboard.messages.requests import (
 from callboard.messages.sampling import LogprobsMode, SamplingParams
 from callboard.messages.steps import RowId, RowSampling
 
-ROOT_HASH = root_hash(salt=b"", weights_version=0)
+_FIRST_ROOT = root_hash(salt=b"", weights_version=0)
 
 _LAST_EVENT = {
     FinishReason.STOP: EventKind.FINISHED,
@@ -102,6 +102,7 @@ class Request:
         self.blocks = 0  # blocks held
         self.ends_with = 0  # the run that makes its last token, if nothing ends it before
         self.starved_at = 0  # the first run it had no block for
+        self.root = _FIRST_ROOT
         self.hashes: list[BlockHash] = []  # of the full blocks of the tokens, as far as known
         self.shared = 0  # blocks of its row that others may find, or that it found
         self.cached_tokens: int | None = None  # of the prompt, when it was first admitted
@@ -147,10 +148,16 @@ class Request:
         """Return the hashes of the first full blocks, each of all tokens up to its end."""
         known = len(self.hashes)
         if known < num_blocks:
-            parent = self.hashes[-1] if self.hashes else ROOT_HASH
+            parent = self.hashes[-1] if self.hashes else self.root
             tokens = self.tokens[known * block_tokens : num_blocks * block_tokens]
             self.hashes += extend_hashes(parent, tokens, block_tokens)
         return self.hashes[:num_blocks]
+
+    def hash_from(self, root: BlockHash) -> None:
+        """Name the blocks of the coming row by hashes that begin with this root, the weights'."""
+        assert self.row is None, "the blocks of a row keep their names"
+        if self.root != root:
+            self.root, self.hashes = root, []
 
     def checkpoint(self) -> None:
         """Leave the device: keep the output, and prefill it with the prompt next time."""

@@ -38,7 +38,7 @@ from callboard.actors.ledger import Ledger, Phase, Request
 from callboard.actors.room import check_fits, room_for
 from callboard.actors.timeline import Timeline
 from callboard.gpu.memory import blocks_for
-from callboard.gpu.prefix import BlockHash
+from callboard.gpu.prefix import BlockHash, root_hash
 from callboard.messages.base import unpack_floats, unpack_ids
 from callboard.messages.blocks import (
     BlockRequest,
@@ -136,6 +136,7 @@ class SchedulingPolicy:
         self.admitting = True
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._prefix_caching = prefix_caching
+        self.weights_version = 0
         self._paused_limit = paused_limit
         self._clock = clock
         self._waiting: list[Request] = []
@@ -150,6 +151,19 @@ class SchedulingPolicy:
         self._timeline = Timeline(block_tokens=1)
         self._proposed: dict[RowId, Proposal] = {}
         self._flights: deque[Flight] = deque()
+
+    @property
+    def weights_version(self) -> int:
+        """Which weights compute what is admitted from now on; rows that are there stay as they are.
+
+        Only what the same weights have computed is shared.
+        """
+        return self._weights_version
+
+    @weights_version.setter
+    def weights_version(self, version: int) -> None:
+        self._weights_version = version
+        self._root = root_hash(salt=b"", weights_version=version)
 
     # Requests come and go.
 
@@ -374,6 +388,7 @@ class SchedulingPolicy:
         row = next(self._row_ids)
         self._proposed[row] = Proposal(request=request, num_tokens=chunk, had_row=None)
         hashes: list[BlockHash] = []
+        request.hash_from(self._root)
         if self._prefix_caching and not request.prompt_scores.missing:
             block_tokens = self._known_device().block_tokens
             # One token at least is left to compute: the next is sampled from its logits.

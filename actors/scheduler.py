@@ -37,6 +37,9 @@ from callboard.messages.control import (
     Step,
     Suspend,
     Unpause,
+    UpdatePhase,
+    UpdateWeights,
+    verb_name,
 )
 from callboard.messages.errors import Failure, MailboxFull, RequestError
 from callboard.messages.events import RequestStats, StepStats
@@ -147,7 +150,9 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         return self._epoch + trio.current_time()
 
     async def on_start(self) -> None:
-        """Begin as the tree is: where that is paused, without a step."""
+        """Begin as the tree is, with its weights; where it is paused, without a step."""
+        if self.cell.weights is not None:
+            self._policy.weights_version = self.cell.weights.version
         if self.cell.paused:
             self._paused = True
             self.cell.state = State.PAUSED
@@ -206,6 +211,17 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
 
     async def on_resume(self, verb: Resume) -> ControlReply | None:
         """Be paused, with the memory back."""
+        return self.ack(verb, requests=len(self._policy.ledger))
+
+    async def on_update_weights(self, verb: UpdateWeights) -> ControlReply | None:
+        """Compute every row again with the new weights, unless the verb says otherwise."""
+        if self._is_busy or not self._paused:
+            return ControlReply(verb=verb_name(verb), state=self.cell.state, refused="pause first")
+        is_new = verb.version != self._policy.weights_version
+        if verb.phase is UpdatePhase.COMMIT and is_new:
+            self._policy.weights_version = verb.version
+            if not verb.keep_kv:
+                await self._release(self._policy.checkpoint_all(), dropped=True)
         return self.ack(verb, requests=len(self._policy.ledger))
 
     def details(self) -> dict[str, int | float | str]:

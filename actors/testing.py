@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from callboard.messages.base import pack_ids, unpack_ids
+from callboard.messages.control import Weights
 from callboard.messages.steps import Admit, DeviceReady, RowId, RowSampling, RunStep, StepDone
 
 NextToken = Callable[[list[int]], int]
@@ -77,6 +78,8 @@ class ScriptedRunner:
         self._left: set[RowId] = set()  # with the last step
         self.loaded = False
         self.allocated = False
+        self.weights = Weights(source="script", version=0)
+        self.prepared: Weights | None = None
         self.steps = 0
 
     @property
@@ -113,13 +116,30 @@ class ScriptedRunner:
         was, self.allocated = self.allocated, False
         return 2000 * was
 
+    def prepare_weights(self, weights: Weights) -> None:
+        """Pretend to read."""
+        self.prepared = weights
+
+    def commit_weights(self, weights: Weights) -> None:
+        """Say from now on that these weights make the tokens."""
+        self.weights, self.prepared = weights, None
+
+    def cancel_weights(self) -> None:
+        """Forget what was prepared."""
+        self.prepared = None
+
     def room(self) -> DeviceReady:
         """Return what the constructor was given."""
         return self._room
 
     def describe(self) -> dict[str, int | float | str]:
         """Say that this is no device."""
-        return {"device": "script", "loaded": int(self.loaded), "allocated": int(self.allocated)}
+        return {
+            "device": "script",
+            "weights_version": self.weights.version,
+            "loaded": int(self.loaded),
+            "allocated": int(self.allocated),
+        }
 
     def drop(self, rows: tuple[RowId, ...]) -> None:
         """Forget rows."""
@@ -194,4 +214,5 @@ class ScriptedRunner:
             stopped=tuple(stopped),
             full=tuple(full),
             num_tokens=num_tokens,
+            weights_version=self.weights.version,
         )

@@ -30,23 +30,20 @@ from callboard.gpu.device import (
     wait_for,
 )
 from callboard.gpu.dimensions import BatchDimensions, BatchLimits, graph_list
-from callboard.gpu.loading import LoadedModel, load_model, read_config
+from callboard.gpu.loading import LoadedModel, read_config
 from callboard.gpu.logprobs import PIECE_TOKENS, likeliest, score_prompt
 from callboard.gpu.memory import MemoryPlan, gib_to_bytes, plan_memory
+from callboard.gpu.model_slot import ModelSlot, NotReady
 from callboard.gpu.models.config import DecoderConfig
 from callboard.gpu.models.decoder import Decoder
-from callboard.gpu.offload import OffloadedModel
 from callboard.gpu.sampling import sample
 from callboard.gpu.step_inputs import StepInputs
-from callboard.messages.errors import CallboardError, ConfigError
+from callboard.messages.control import Weights
+from callboard.messages.errors import ConfigError
 from callboard.messages.logprobs import PromptLogprobs, TopLogprobs
 from callboard.messages.steps import DeviceReady, RowFailure, RowId, RunStep, StepDone
 
 _NO_TOKEN = "no token can be chosen: the logits are not numbers, or the request bans every token"
-
-
-class NotReady(CallboardError):
-    """The weights or the KV cache are not there; nothing was changed."""
 
 
 class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,14 +104,20 @@ class ModelRunner:
         self._config = config
         self._device = choose_device(config.device)
         self._dtype = choose_dtype(self._device, config.dtype)
-        self._model: LoadedModel | None = None
-        self._offloaded: OffloadedModel | None = None
         self._context: DynamicContext | None = None
         decoder = read_config(config.model).decoder
         self._cache_spec = _cache_spec(decoder, self._dtype)
         self._plan = _plan(config, self._cache_spec)
         self.max_model_len = _max_model_len(config, decoder)
         """Most tokens of a sequence, prompt and output."""
+        self._slot = ModelSlot(
+            Weights(source=config.model, version=0),
+            shape=decoder,
+            max_model_len=self.max_model_len,
+            device=self._device,
+            dtype=self._dtype,
+            attention=config.attention,
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -129,7 +132,7 @@ class ModelRunner:
     @property
     def weights_bytes(self) -> int:
         """Bytes of the weights; 0 while they are freed."""
-        return self._model.weights_bytes if self._model else 0
+        return self._slot.model.weights_bytes if self._slot.loaded else 0
 
     @property
     def num_rows(self) -> int:
@@ -149,10 +152,11 @@ class ModelRunner:
     def describe(self) -> dict[str, int | float | str]:
         """Return what an operator wants to know: where it runs, with what, and what it holds."""
         return {
-            "model": self._config.model,
+            "model": self._slot.weights.source,
+            "weights_version": self._slot.weights.version,
             "device": str(self._device),
             "dtype": str(self._dtype).removeprefix("torch."),
-            "attention": self._model.attention.name if self._model else self._config.attention,
+            "attention": self._attention,
             "threads": self._config.threads or torch.get_num_threads(),
             "batch_invariant": int(self._config.batch_invariant),
             "block_tokens": self._config.block_tokens,
@@ -166,32 +170,42 @@ class ModelRunner:
     def load(self) -> None:
         """Load the weights, from the host where they were offloaded.
 
-        Raises ModelError where they are no model, ConfigError for a setting that does not fit them.
+        Raises WeightsError where they are no model or do not fit, ConfigError for a setting that
+        does not fit them.
         """
-        if self._offloaded is not None:
-            self._model, self._offloaded = self._offloaded.restore(), None
-            release_memory(self._device)  # the host's
-        if self._model is not None:
+        if self._slot.loaded:
             return
         if self._config.threads is not None or self._config.batch_invariant:
             # Once a number is set, MKL keeps to it; before, it may take fewer.
             torch.set_num_threads(self._config.threads or torch.get_num_threads())
-        with torch.inference_mode():
-            model = load_model(
-                self._config.model,
-                device=self._device,
-                dtype=self._dtype,
-                attention=self._config.attention,
-            )
-        self._check_block_multiple(model)
-        self._model = model
+        self._slot.load()
+        try:
+            self._check_block_multiple(self._slot.model)
+        except ConfigError:
+            self._slot.free()
+            raise
+
+    def prepare_weights(self, weights: Weights) -> None:
+        """Read and check other weights, to be used from `commit_weights` on.
+
+        Raises WeightsError, naming file and tensor, where they cannot be; nothing is changed then.
+        """
+        self._slot.prepare(self._named(weights))
+
+    def commit_weights(self, weights: Weights) -> None:
+        """Use other weights from now on, for rows that are here too; see `ModelSlot.commit`."""
+        self._slot.commit(self._named(weights))
+
+    def cancel_weights(self) -> None:
+        """Forget what was prepared."""
+        self._slot.cancel()
 
     def allocate(self) -> None:
         """Take the KV cache's memory and begin with no rows, or with those that were offloaded.
 
         The model must have been loaded.
         """
-        self._loaded()
+        _ = self._slot.model
         if self._context is None:
             self._context = self._make_context()
         was_offloaded = self._context.offloaded
@@ -210,9 +224,8 @@ class ModelRunner:
         _take_in(step, context)
         inputs = context.begin_step()
         if inputs is None:
-            return StepDone(
-                step=step.step, rows=(), token_ids=b"", seconds=time.perf_counter() - start
-            )
+            seconds = time.perf_counter() - start
+            return StepDone(step=step.step, rows=(), token_ids=b"", seconds=seconds)
         with torch.inference_mode():
             hidden_TD = self._hidden(inputs)
             scores = self._score_prompts(hidden_TD, context)
@@ -224,7 +237,8 @@ class ModelRunner:
             sampled.failed_S,
             failed_prompts=[row for row, score in scores.items() if score is None],
         )
-        return _report(step, inputs, sampled, scores, outcome, start)
+        done = _report(step, inputs, sampled, scores, outcome, start)
+        return msgspec.structs.replace(done, weights_version=self._slot.weights.version)
 
     def drop(self, rows: Collection[RowId]) -> None:
         """Forget rows; ids that are not here are ignored."""
@@ -249,22 +263,11 @@ class ModelRunner:
 
     def free_weights(self) -> int:
         """Give the weights' memory back; return the bytes as measured."""
-        if self._model is None and self._offloaded is None:
-            return 0
-        return self._freed(self._forget_weights)
+        return self._freed(self._slot.free) if self._slot.holds_weights else 0
 
     def offload_weights(self) -> int:
         """Give the weights' memory back and keep them on the host; else as `offload_kv`."""
-        if self._model is None:
-            return 0
-        return self._freed(self._move_weights)
-
-    def _forget_weights(self) -> None:
-        self._model = self._offloaded = None
-
-    def _move_weights(self) -> None:
-        self._offloaded = OffloadedModel(self._loaded())
-        self._model = None
+        return self._freed(self._slot.offload) if self._slot.loaded else 0
 
     def _freed(self, free: Callable[[], None]) -> int:
         """Free memory; returns by how many bytes the process or the device's reserve shrank."""
@@ -312,17 +315,21 @@ class ModelRunner:
     def _logits(self, hidden_RD: Tensor) -> Tensor:
         return self._decoder().logits(hidden_RD)
 
+    @property
+    def _attention(self) -> str:
+        return self._slot.model.attention.name if self._slot.loaded else self._config.attention
+
+    def _named(self, weights: Weights) -> Weights:
+        """Give those of no source, which a tree was started with, the source they have here."""
+        source = weights.source or self._config.model
+        return msgspec.structs.replace(weights, source=source)
+
     def _decoder(self) -> Decoder | BatchInvariantDecoder:
-        decoder = self._loaded().decoder
+        decoder = self._slot.model.decoder
         return BatchInvariantDecoder(decoder) if self._config.batch_invariant else decoder
 
-    def _loaded(self) -> LoadedModel:
-        if self._model is None:
-            raise NotReady("the weights are not loaded: call load first")
-        return self._model
-
     def _ready_context(self) -> DynamicContext:
-        self._loaded()
+        _ = self._slot.model
         if self._context is None or not self._context.allocated:
             raise NotReady("the KV cache is not allocated: call allocate first")
         return self._context

@@ -2,14 +2,19 @@
 
 A verb is acknowledged after its effect, with the state reached. Repeating one is harmless, but for
 STEP. An illegal one is refused by name, and changes nothing.
+
+New weights are taken by all replicas or by none, so UPDATE_WEIGHTS goes down the tree twice: every
+part prepares, and says whether it can; then all commit, or all cancel.
 """
 
 import enum
+import re
 from typing import ClassVar
 
 import msgspec
 
 from callboard.messages.base import Call, Message
+from callboard.messages.errors import Failure
 
 
 class State(enum.StrEnum):
@@ -59,6 +64,24 @@ class WeightsLevel(enum.StrEnum):
     DISCARD = "discard"
 
 
+class UpdatePhase(enum.StrEnum):
+    """How far an update of weights is: they are read and checked; they are used; or they go."""
+
+    PREPARE = "prepare"
+    COMMIT = "commit"
+    CANCEL = "cancel"
+
+
+class Weights(msgspec.Struct, frozen=True, kw_only=True):
+    """Weights and where they are read from; of two versions the later has the higher number.
+
+    Those the tree was started with are version 0.
+    """
+
+    source: str
+    version: int
+
+
 class ChildAck(msgspec.Struct, frozen=True, kw_only=True):
     """What one part of the tree answered to a verb."""
 
@@ -73,7 +96,8 @@ class ChildAck(msgspec.Struct, frozen=True, kw_only=True):
 class ControlReply(Message, frozen=True):
     """Tree → operator: the verb is done, was refused, or some parts did not answer in time.
 
-    `requests` are open; `steps` are the forward passes a STEP has run, in all replicas.
+    `requests` are open; `steps` are the forward passes a STEP has run, in all replicas. Where a
+    part was asked for what it cannot do, `failure` says so as an error, too.
     """
 
     verb: str
@@ -85,6 +109,7 @@ class ControlReply(Message, frozen=True):
     bytes_freed: int = 0
     requests: int = 0
     steps: int = 0
+    failure: Failure | None = None
 
     @property
     def done(self) -> bool:
@@ -141,7 +166,36 @@ class Step(Call[ControlReply], frozen=True):
     count: int = 1
 
 
-Verb = Pause | Unpause | Suspend | Resume | Stop | Step
+class UpdateWeights(Call[ControlReply], frozen=True):
+    """Operator → tree: compute with other weights from now on, in all replicas or in none.
+
+    They are of the model's shape and vocabulary; `source` is what a model may be called by. Only
+    what is paused or suspended takes them; where the weights were freed they are read at RESUME.
+    Version 0 is one more than the present one. Cached prefixes are forgotten, and running requests
+    are computed again, unless `keep_kv` leaves them what the old weights made of their tokens.
+
+    Root → tree: `phase` says what part of that is due.
+    """
+
+    urgent: ClassVar[bool] = True
+    source: str
+    version: int = 0
+    keep_kv: bool = False
+    phase: UpdatePhase = UpdatePhase.PREPARE
+
+    @property
+    def weights(self) -> Weights:
+        """The weights it names."""
+        return Weights(source=self.source, version=self.version)
+
+
+Verb = Pause | Unpause | Suspend | Resume | Stop | Step | UpdateWeights
+
+
+def verb_name(verb: Verb) -> str:
+    """Return what operators call a verb: `update-weights`, say."""
+    words = re.findall("[A-Z][a-z]*", type(verb).__name__)
+    return "-".join(words).lower()
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,10 +227,14 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     paused: int = 0
     blocks_total: int = 0
     blocks_free: int = 0
+    weights_version: int = 0
 
 
 class StatusReply(Message, frozen=True):
-    """Tree → operator: the state of the whole, its replicas, and the tree itself."""
+    """Tree → operator: the state of the whole, its replicas, and the tree itself.
+
+    `model` is what the weights are read from that all replicas are to have.
+    """
 
     state: State
     endpoint: str
@@ -184,6 +242,7 @@ class StatusReply(Message, frozen=True):
     version: str
     tree: NodeStatus
     replicas: tuple[ReplicaStatus, ...] = ()
+    weights_version: int = 0
 
 
 class GetStatus(Call[StatusReply], frozen=True):

@@ -29,6 +29,7 @@ CallboardError
 │   ├── DeviceLost         its context is dead in this process         (process is replaced)
 │   └── StepStuck          a step does not end                         (process is replaced)
 ├── ControlRefused         the verb is illegal in this state                         (operator)
+│   └── WeightsError       those weights cannot be used; the old ones still are      (operator)
 ├── ConfigError            a setting or file is wrong                                (operator)
 ├── WrongThread            an engine is used in a thread that is not its own         (caller fixes)
 └── SupervisionError
@@ -210,6 +211,10 @@ class RequestFailed(CallboardError):
 
 class ControlRefused(CallboardError):
     """The verb is illegal in the state the tree is in."""
+
+
+class WeightsError(ControlRefused):
+    """New weights cannot be used: the message names file and tensor. The old ones still are."""
 
 
 class ConfigError(CallboardError):

@@ -41,6 +41,7 @@ from callboard.messages.control import (
     Stop,
     Suspend,
     Unpause,
+    UpdateWeights,
     Verb,
     WeightsLevel,
 )
@@ -84,6 +85,7 @@ from callboard.supervision.submission import (
 R = TypeVar("R")
 
 CONTROL_TIMEOUT_S = 60.0
+UPDATE_TIMEOUT_S = 600.0
 RECONNECT_TIMEOUT_S = 60.0
 STATUS_INTERVAL_S = 0.1
 
@@ -277,6 +279,30 @@ class Engine:
         """Take the memory back and return to the state SUSPEND found."""
         return await self.control(Resume(), timeout)
 
+    async def update_weights(
+        self,
+        source: str,
+        *,
+        version: int | None = None,
+        keep_kv: bool = False,
+        timeout: float = UPDATE_TIMEOUT_S,
+    ) -> ControlReply:
+        """Compute with other weights from now on, in all replicas, or in none if one cannot.
+
+        The engine must be paused or suspended; where it has freed its weights it reads these at
+        `resume`. `source` is named as the servers see it, and must be of the shape of the present
+        model; its tokenizer is not read. `version` is above the present one, by default one more;
+        each token is told with that of the weights that made it. Repeating an update with its
+        version is harmless. Running requests go on behind their tokens, and all of these are
+        computed again; with `keep_kv` the old weights' keys and values stay.
+
+        Raises WeightsError, naming replica, file and tensor, where the weights cannot be used: then
+        the old ones still are. Raises DeadlineExceeded where some part has not said that it has
+        taken them: then repeat it.
+        """
+        verb = UpdateWeights(source=source, version=version or 0, keep_kv=keep_kv)
+        return await self.control(verb, timeout)
+
     async def stop(
         self, *, drain_s: float = 0.0, timeout: float = CONTROL_TIMEOUT_S
     ) -> ControlReply:
@@ -324,8 +350,13 @@ class Engine:
         return await self._ask(verb, timeout)
 
     async def control(self, verb: Verb, timeout: float) -> ControlReply:
-        """Send a verb. Raises ControlRefused, or DeadlineExceeded naming who did not answer."""
+        """Send a verb. Raises ControlRefused, or DeadlineExceeded naming who did not answer.
+
+        What it is refused for is a WeightsError where that is what keeps a part from obeying.
+        """
         reply = await self.ask_tree(verb, timeout)
+        if reply.failure is not None:
+            raise reply.failure.error()
         if reply.refused:
             raise ControlRefused(f"{reply.verb}: {reply.refused}")
         if reply.late:

@@ -29,7 +29,9 @@ from callboard.messages.control import (
     Stop,
     Suspend,
     Unpause,
+    UpdateWeights,
     Verb,
+    Weights,
 )
 from callboard.messages.errors import (
     CallboardError,
@@ -62,6 +64,7 @@ class ReplicaOrder(msgspec.Struct, frozen=True, kw_only=True):
     paused: bool = False
     suspended: Suspend | None = None
     keys: ClientKeys | None = None
+    weights: Weights | None = None
 
 
 class ReplicaProcess(Actor[Said | Joined | Left]):
@@ -142,7 +145,7 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
     async def obey(self, verb: Message) -> object:
         """Pass verbs and questions on to the process."""
         match verb:
-            case Pause() | Unpause() | Suspend() | Resume() | Stop() | Step():
+            case Pause() | Unpause() | Suspend() | Resume() | Stop() | Step() | UpdateWeights():
                 self.spawn(self._pass_on, verb, self.defer(), answer_by(self.cell))
                 return None
             case GetNode():
@@ -160,6 +163,7 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
             paused=self.cell.paused,
             suspended=self.cell.suspended,
             keys=self._keys,
+            weights=self.cell.weights,
         )
         command = [sys.executable, "-m", "callboard.supervision.replica"]
         # A session of its own, so that an interrupt at the terminal reaches the root alone.

@@ -62,6 +62,7 @@ class _Replica:
         self._network = network
         self._top: Cell = system.cell(order.name)
         self._top.paused, self._top.suspended = order.paused, order.suspended
+        self._top.weights = order.weights
         self._ended = trio.Event()
         self._failure: Failure | None = None
         self._nursery: trio.Nursery

@@ -29,9 +29,13 @@ from callboard.messages.control import (
     Stop,
     Suspend,
     Unpause,
+    UpdatePhase,
+    UpdateWeights,
     Verb,
+    Weights,
+    verb_name,
 )
-from callboard.messages.errors import CallboardError
+from callboard.messages.errors import CallboardError, Failure, WeightsError
 from callboard.messages.membership import Role, Welcome
 from callboard.supervision.lifecycle import Lifecycle
 from callboard.supervision.spec import ChildSpec, Intensity, Strategy
@@ -44,6 +48,9 @@ from callboard.supervision.supervisor import (
 
 FromOperator = Verb | GetStatus | AbortRequests
 ToOperator = ControlReply
+
+PREPARE_SHARE = 0.8
+"""What part of an update's time parts have to read new weights; the rest is to take or undo."""
 
 REPLICAS = "replicas"
 """The name of the supervisor whose children are the replicas."""
@@ -97,7 +104,7 @@ class Root(Supervisor):
         self._model = model
         self._version = version
         self._coordinator = coordinator
-        self._lifecycle = Lifecycle()
+        self._lifecycle = Lifecycle(model)
         self._turn = trio.Lock()
         self._start_scope = trio.CancelScope()
         self._listener: Listener | None = None
@@ -164,8 +171,9 @@ class Root(Supervisor):
         return StatusReply(
             state=self._lifecycle.state,
             endpoint=self._address.endpoint,
-            model=self._model,
+            model=self._lifecycle.weights.source,
             version=self._version,
+            weights_version=self._lifecycle.weights.version,
             tree=msgspec.structs.replace(tree, state=self._lifecycle.state),
             replicas=tuple(_summary(node) for node in _replica_nodes(tree)),
         )
@@ -175,15 +183,43 @@ class Root(Supervisor):
         if plan.refused:
             return self._reply(verb, refused=plan.refused)
         self._lifecycle.accept(verb)
-        reply = self._reply(verb)
+        reply, before = self._reply(verb), self._lifecycle.weights
         for step in plan.relay:
             self._lifecycle.begin(step)
-            part = await self.relay(self._fit(step), deadline - trio.current_time())
+            part = await self.relay(self._fit(step), _time_for(step, deadline))
             reply = _sum(reply, part)
             if not part.done:
-                break
+                return await self._undo(step, reply, before, deadline)
             self._lifecycle.reach(step)
         return reply
+
+    async def _undo(
+        self, step: Verb, reply: ControlReply, before: Weights, deadline: float
+    ) -> ControlReply:
+        """Lead all parts back where some cannot follow; who is only late may follow yet.
+
+        New weights are not used until every part has them ready, so there a late one cannot.
+        """
+        back = self._way_back(step, reply, before)
+        if back is None:
+            return reply
+        self._lifecycle.begin(back)
+        if (await self.relay(back, deadline - trio.current_time())).done:
+            self._lifecycle.reach(back)
+        return _kept(reply, before) if isinstance(step, UpdateWeights) else reply
+
+    def _way_back(self, step: Verb, reply: ControlReply, before: Weights) -> Verb | None:
+        match step:
+            case UpdateWeights(phase=UpdatePhase.PREPARE):
+                return msgspec.structs.replace(step, phase=UpdatePhase.CANCEL)
+            case UpdateWeights() if reply.refused:
+                return msgspec.structs.replace(
+                    step, source=before.source, version=before.version, keep_kv=False
+                )
+            case Resume() if reply.refused:
+                return self._lifecycle.suspended
+            case _:
+                return None
 
     async def _answer(self, said: Said) -> None:
         assert self._listener is not None
@@ -198,7 +234,15 @@ class Root(Supervisor):
                 return await self.status(timeout)
             case AbortRequests() as abort:
                 return await self._abort(abort, timeout)
-            case Pause() | Unpause() | Suspend() | Resume() | Stop() | Step() as verb:
+            case (
+                Pause()
+                | Unpause()
+                | Suspend()
+                | Resume()
+                | Stop()
+                | Step()
+                | UpdateWeights() as verb
+            ):
                 return await self.control(verb, timeout)
             case other:
                 raise AssertionError(f"the listener let {other} through")
@@ -229,9 +273,7 @@ class Root(Supervisor):
         return verb
 
     def _reply(self, verb: Verb, *, refused: str = "") -> ControlReply:
-        return ControlReply(
-            verb=type(verb).__name__.lower(), state=self._lifecycle.state, refused=refused
-        )
+        return ControlReply(verb=verb_name(verb), state=self._lifecycle.state, refused=refused)
 
     def _welcome(self, session: str) -> Welcome:
         assert self._listener is not None
@@ -266,11 +308,26 @@ def _walk(node: NodeStatus) -> list[NodeStatus]:
     return [node, *(below for child in node.children for below in _walk(child))]
 
 
+def _time_for(step: Verb, deadline: float) -> float:
+    """Return how long a step may take; what prepares another leaves time for that."""
+    left = deadline - trio.current_time()
+    prepares = isinstance(step, UpdateWeights) and step.phase is UpdatePhase.PREPARE
+    return left * PREPARE_SHARE if prepares else left
+
+
+def _kept(reply: ControlReply, weights: Weights) -> ControlReply:
+    """Return the answer to an update that was undone: all replicas have what they had."""
+    late = f"no answer in time from {', '.join(reply.late)}"
+    why = f"{reply.refused or late}; weights {weights.version} stay in use"
+    return msgspec.structs.replace(reply, refused=why, failure=Failure.of(WeightsError(why)))
+
+
 def _sum(so_far: ControlReply, part: ControlReply) -> ControlReply:
     """Add what one relayed verb did to the reply of the verb it was part of."""
     return msgspec.structs.replace(
         so_far,
         refused=part.refused,
+        failure=part.failure,
         late=part.late,
         children=part.children,
         bytes_freed=so_far.bytes_freed + part.bytes_freed,

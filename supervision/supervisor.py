@@ -28,7 +28,10 @@ from callboard.messages.control import (
     Stop,
     Suspend,
     Unpause,
+    UpdatePhase,
+    UpdateWeights,
     Verb,
+    verb_name,
 )
 from callboard.messages.errors import (
     ActorFailed,
@@ -39,6 +42,7 @@ from callboard.messages.errors import (
     RestartIntensityReached,
     StartFailed,
     SupervisionError,
+    WeightsError,
 )
 from callboard.supervision.lifecycle import Desired
 from callboard.supervision.spec import (
@@ -149,7 +153,8 @@ class Supervisor(Actor[ActorExited]):
 
     async def on_start(self) -> None:
         """Start the children in order; the supervisor is up when all are."""
-        self._desired = Desired(paused=self.cell.paused, suspended=self.cell.suspended)
+        cell = self.cell
+        self._desired = Desired(paused=cell.paused, suspended=cell.suspended, weights=cell.weights)
         await self.start_children()
 
     async def on_stopping(self) -> None:
@@ -204,7 +209,7 @@ class Supervisor(Actor[ActorExited]):
     async def obey(self, verb: Message) -> object:
         """Relay verbs to the children; tell of them."""
         match verb:
-            case Pause() | Unpause() | Suspend() | Resume() | Stop() | Step():
+            case Pause() | Unpause() | Suspend() | Resume() | Stop() | Step() | UpdateWeights():
                 self.spawn(self._relay_and_answer, verb, self.defer(), answer_by(self.cell))
                 return None
             case GetNode():
@@ -223,7 +228,8 @@ class Supervisor(Actor[ActorExited]):
         async with self._verbs:
             self._desired = self._desired.after(verb)
             acks = await self._ask_all(verb, began + timeout)
-        return _merge(verb, acks, trio.current_time() - began)
+        state = REACHED.get(type(verb), self.cell.state)
+        return _merge(verb, state, acks, trio.current_time() - began)
 
     async def node(self, timeout: float = STATUS_TIMEOUT_S) -> NodeStatus:
         """Describe this part of the tree; children that do not answer in time, by hearsay."""
@@ -280,17 +286,19 @@ class Supervisor(Actor[ActorExited]):
 
     async def _ask(self, child: Child, verb: Verb, deadline: float) -> ControlReply:
         """Ask one child; one that fails meanwhile answers by coming up in the desired state."""
-        name, reply = child.spec.name, ControlReply(verb=_name(verb), state=child.cell.state)
+        name, reply = child.spec.name, ControlReply(verb=verb_name(verb), state=child.cell.state)
         with trio.move_on_at(deadline):
             while True:
-                if isinstance(verb, Stop) and not child.up.is_set():
-                    return reply  # what is down need not come up to be stopped
+                if _is_about_a_life(verb) and not child.up.is_set():
+                    return reply  # what is down need not come up for it
                 await child.up.wait()
                 if child.retired:
                     return reply
                 try:
                     ack = await child.ask(verb, deadline - trio.current_time())
-                except (ActorFailed, ActorStopped):
+                except (ActorFailed, ActorStopped) as error:
+                    if _is_prepare(verb):
+                        return _failed(reply, f"{name}: {error}")  # it might fail of that again
                     # Asked again, its next life answers. How far this one stepped went with it.
                     verb = Pause() if isinstance(verb, Step) else verb
                     continue
@@ -357,6 +365,7 @@ class Supervisor(Actor[ActorExited]):
     async def _start(self, child: Child) -> None:
         child.born = self._desired
         child.cell.paused, child.cell.suspended = child.born.paused, child.born.suspended
+        child.cell.weights = child.born.weights
         child.expected_to_end = child.retired = False
         await self.cell.nursery.start(self._live, child)
 
@@ -369,7 +378,7 @@ class Supervisor(Actor[ActorExited]):
                 ack = await child.ask(verb, VERB_TIMEOUT_S)
                 if not ack.done:
                     late = f"no answer from {', '.join(ack.late)}"
-                    raise SupervisionError(f"{_name(verb)}: {ack.refused or late}")
+                    raise SupervisionError(f"{verb_name(verb)}: {ack.refused or late}")
 
     async def _live(
         self, child: Child, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
@@ -471,13 +480,15 @@ def _with_leaf(name: str, ack: ControlReply) -> ControlReply:
     return msgspec.structs.replace(ack, children=(leaf,))
 
 
-def _merge(verb: Verb, acks: list[ControlReply], seconds: float) -> ControlReply:
+def _merge(verb: Verb, state: State, acks: list[ControlReply], seconds: float) -> ControlReply:
     """Make one acknowledgement of many."""
     refused = [ack.refused for ack in acks if ack.refused]
+    failures = [ack.failure for ack in acks if ack.failure is not None]
     return ControlReply(
-        verb=_name(verb),
-        state=REACHED[type(verb)],
+        verb=verb_name(verb),
+        state=state,
         refused=refused[0] if refused else "",
+        failure=failures[0] if failures else None,
         late=tuple(name for ack in acks for name in ack.late),
         children=tuple(child for ack in acks for child in ack.children),
         seconds=seconds,
@@ -487,5 +498,16 @@ def _merge(verb: Verb, acks: list[ControlReply], seconds: float) -> ControlReply
     )
 
 
-def _name(verb: Verb) -> str:
-    return type(verb).__name__.lower()
+def _is_prepare(verb: Verb) -> bool:
+    return isinstance(verb, UpdateWeights) and verb.phase is UpdatePhase.PREPARE
+
+
+def _is_about_a_life(verb: Verb) -> bool:
+    """Whether a verb is about what a life has or does, so that the next has nothing to do."""
+    cancels = isinstance(verb, UpdateWeights) and verb.phase is UpdatePhase.CANCEL
+    return cancels or isinstance(verb, Stop)
+
+
+def _failed(reply: ControlReply, why: str) -> ControlReply:
+    failure = Failure.of(WeightsError(why))
+    return msgspec.structs.replace(reply, refused=why, failure=failure)

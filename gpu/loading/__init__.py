@@ -2,6 +2,13 @@
 
 from callboard.gpu.loading.config import ModelConfig
 from callboard.gpu.loading.errors import ModelError
-from callboard.gpu.loading.loader import LoadedModel, load_model, read_config
+from callboard.gpu.loading.loader import LoadedModel, check_model, load_model, read_config
 
-__all__ = ["LoadedModel", "ModelConfig", "ModelError", "load_model", "read_config"]
+__all__ = [
+    "LoadedModel",
+    "ModelConfig",
+    "ModelError",
+    "check_model",
+    "load_model",
+    "read_config",
+]

@@ -44,6 +44,12 @@ def read_config(source: str | Path) -> ModelConfig:
     return _find(source).config
 
 
+def check_model(source: str | Path) -> None:
+    """Raise ModelError unless every weight a model needs is there in its shape; read none yet."""
+    found = _find(source)
+    check_tensors(found.config.decoder, found.open())
+
+
 def load_model(
     source: str | Path,
     *,

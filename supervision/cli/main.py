@@ -28,6 +28,7 @@ from callboard.messages.control import (
     Stop,
     Suspend,
     Unpause,
+    UpdateWeights,
     Verb,
     WeightsLevel,
 )
@@ -367,6 +368,28 @@ def resume(
 ) -> int:
     """Take the memory back, and be as before `suspend`: running or paused."""
     return _control(endpoint, keys, Resume(), timeout, as_json)
+
+
+@app.command()
+def update_weights(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SOURCE", help="A model of the same shape, as the server sees it."),
+    ],
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    version: Annotated[
+        int | None, typer.Option(min=1, help="Its number; by default one more than now.")
+    ] = None,
+    keep_kv: Annotated[
+        bool,
+        typer.Option("--keep-kv", help="Leave running requests what the old weights computed."),
+    ] = False,
+    timeout: Timeout = 600.0,
+    as_json: AsJson = False,
+) -> int:
+    """Change the weights of a paused or suspended server, in all replicas or in none."""
+    verb = UpdateWeights(source=source, version=version or 0, keep_kv=keep_kv)
+    return _control(endpoint, verb, timeout, as_json)
 
 
 @app.command()

@@ -20,9 +20,13 @@ from callboard.messages.control import (
     Resume,
     State,
     Suspend,
+    Unpause,
+    UpdatePhase,
+    UpdateWeights,
+    Weights,
     WeightsLevel,
 )
-from callboard.messages.errors import ActorFailed
+from callboard.messages.errors import ActorFailed, WeightsError
 from callboard.messages.steps import Admit, DeviceReady, DropRows, RowSampling, RunStep, StepDone
 
 
@@ -152,7 +156,12 @@ async def test_it_takes_the_memory_then_tells_the_allocator_then_the_scheduler_w
             await one.start()
         assert told == ["kv_allocator", "scheduler"]
         assert one.runner.calls == ["load", "allocate", "room"]
-        assert one.cell.status().details == {"device": "script", "loaded": 1, "allocated": 1}
+        assert one.cell.status().details == {
+            "device": "script",
+            "weights_version": 0,
+            "loaded": 1,
+            "allocated": 1,
+        }
 
 
 async def test_a_step_is_run_and_its_result_told_to_the_scheduler() -> None:
@@ -239,12 +248,17 @@ async def test_suspending_frees_what_the_levels_name_and_resuming_takes_it_back(
         await one.ref.ask(Pause())
         reply: ControlReply = await one.ref.ask(Suspend(kv=kv, weights=weights))
         assert (reply.state, reply.bytes_freed) == (State.SUSPENDED, freed)
-        assert one.cell.status().details == {"device": "script", **left}
+        assert one.cell.status().details == {"device": "script", "weights_version": 0, **left}
         again: ControlReply = await one.ref.ask(Suspend(kv=kv, weights=weights))
         assert (again.done, again.bytes_freed) == (True, 0)
         resumed: ControlReply = await one.ref.ask(Resume())
         assert resumed.state is State.PAUSED
-        assert one.cell.status().details == {"device": "script", "loaded": 1, "allocated": 1}
+        assert one.cell.status().details == {
+            "device": "script",
+            "weights_version": 0,
+            "loaded": 1,
+            "allocated": 1,
+        }
 
 
 @pytest.mark.parametrize("kv", [KVLevel.KEEP, KVLevel.OFFLOAD])
@@ -276,13 +290,115 @@ async def test_started_while_suspended_it_takes_no_memory_and_says_what_will_fit
         one.cell.suspended = levels
         await one.start()
         assert "allocate" not in one.runner.calls
-        assert one.cell.status().details == {"device": "script", **left}
+        assert one.cell.status().details == {"device": "script", "weights_version": 0, **left}
         room = await hear(one.scheduler)
         assert room.num_blocks == 64
         await one.ref.ask(Resume())
-        assert one.cell.status().details == {"device": "script", "loaded": 1, "allocated": 1}
+        assert one.cell.status().details == {
+            "device": "script",
+            "weights_version": 0,
+            "loaded": 1,
+            "allocated": 1,
+        }
         await one.ref.tell(RunStep(step=1, admits=(admit(),), life=room.life))
         assert (await hear(one.scheduler)).rows == (1,)
+
+
+NEW = Weights(source="new", version=3)
+
+
+def update(phase: UpdatePhase) -> UpdateWeights:
+    return UpdateWeights(source="new", version=3, phase=phase)
+
+
+async def test_new_weights_are_prepared_then_used_and_steps_say_so() -> None:
+    async with lab() as one:
+        await one.start()
+        life = (await hear(one.scheduler)).life
+        prepared: ControlReply = await one.ref.ask(update(UpdatePhase.PREPARE))
+        assert one.runner.prepared == NEW
+        committed: ControlReply = await one.ref.ask(update(UpdatePhase.COMMIT))
+        assert (prepared.done, committed.done) == (True, True)
+        assert one.cell.status().details["weights_version"] == 3
+        await one.ref.tell(RunStep(step=1, admits=(admit(),), life=life))
+        assert (await hear(one.scheduler)).weights_version == 3
+
+
+@pytest.mark.parametrize("verb", [update(UpdatePhase.CANCEL), Unpause()])
+async def test_what_was_prepared_is_forgotten_when_it_is_cancelled_or_work_goes_on(
+    verb: UpdateWeights | Unpause,
+) -> None:
+    async with lab() as one:
+        await one.start()
+        await one.ref.ask(update(UpdatePhase.PREPARE))
+        await one.ref.ask(verb)
+        assert one.runner.prepared is None
+        assert one.runner.weights.version == 0
+
+
+@pytest.mark.parametrize("state", [State.PAUSED, State.SUSPENDED])
+async def test_an_update_leaves_the_state_as_it_is(state: State) -> None:
+    async with lab() as one:
+        await one.start()
+        await one.ref.ask(Pause())
+        if state is State.SUSPENDED:
+            await one.ref.ask(Suspend())
+        for phase in UpdatePhase:
+            reply: ControlReply = await one.ref.ask(update(phase))
+            assert (reply.verb, reply.state) == ("update-weights", state)
+        assert one.cell.state is state
+
+
+class Picky(Runner):
+    """Cannot read any weights but its own."""
+
+    def prepare_weights(self, weights: Weights) -> None:
+        raise WeightsError("new.safetensors: tensor 'a' is missing")
+
+    def commit_weights(self, weights: Weights) -> None:
+        self.prepare_weights(weights)
+
+
+@pytest.mark.parametrize("phase", [UpdatePhase.PREPARE, UpdatePhase.COMMIT])
+async def test_weights_that_cannot_be_used_are_refused_by_name_and_the_life_goes_on(
+    phase: UpdatePhase,
+) -> None:
+    async with lab() as one:
+        one.make_runner = Picky
+        await one.start()
+        reply: ControlReply = await one.ref.ask(update(phase))
+        assert reply.refused == "executor: new.safetensors: tensor 'a' is missing"
+        assert reply.failure is not None
+        assert isinstance(reply.failure.error(), WeightsError)
+        assert one.cell.lives == 1
+        assert one.cell.status().details["weights_version"] == 0
+
+
+async def test_a_life_that_begins_after_an_update_loads_the_new_weights() -> None:
+    async with lab() as one:
+        one.cell.weights = NEW
+        await one.start()
+        assert one.runner.weights == NEW
+        assert one.runner.calls == ["load", "allocate", "room"]
+
+
+async def test_weights_that_cannot_be_read_at_resume_are_a_refusal_and_can_be_tried_again() -> None:
+    class Forgetful(Runner):
+        def load(self) -> None:
+            if self.breaks_in == "resume":
+                raise WeightsError("old.safetensors: no such file")
+            super().load()
+
+    async with lab() as one:
+        one.make_runner = Forgetful
+        await one.start()
+        await one.ref.ask(Suspend(weights=WeightsLevel.DISCARD))
+        one.runner.breaks_in = "resume"
+        reply: ControlReply = await one.ref.ask(Resume())
+        assert reply.refused == "executor: old.safetensors: no such file"
+        assert one.cell.state is State.SUSPENDED
+        one.runner.breaks_in = ""
+        assert (await one.ref.ask(Resume())).done
 
 
 async def test_memory_that_cannot_be_freed_is_a_failure_and_no_acknowledgement() -> None:

@@ -20,7 +20,13 @@ from callboard.messages.blocks import (
     ReleaseBlocks,
     ReserveBlocks,
 )
-from callboard.messages.control import KVLevel, Suspend, WeightsLevel
+from callboard.messages.control import (
+    KVLevel,
+    Suspend,
+    UpdatePhase,
+    UpdateWeights,
+    WeightsLevel,
+)
 from callboard.messages.steps import DeviceReady, RowId
 
 
@@ -322,6 +328,29 @@ async def test_what_continues_a_copy_does_not_keep_the_original_from_being_evict
         )
         assert caller.free == 4 - len(blocks)
         assert await caller.granted({2: 1}) == {2: 1}
+
+
+@pytest.mark.parametrize(
+    ("phase", "cached"),
+    [
+        (UpdatePhase.PREPARE, {2: 2}),
+        (UpdatePhase.CANCEL, {2: 2}),
+        (UpdatePhase.COMMIT, {}),
+    ],
+)
+async def test_what_is_cached_is_forgotten_when_new_weights_are_used(
+    phase: UpdatePhase, cached: dict[RowId, int]
+) -> None:
+    async with allocator(num_blocks=8) as caller:
+        await fill(caller, 1, range(8))
+        await LocalRef[Message](caller.cell).ask(
+            UpdateWeights(source="new", version=1, phase=phase)
+        )
+
+        request = PrefixRequest(row=2, prompt_tokens=9, chunk_tokens=9, hashes=hashes(range(8)))
+        assert (await caller.ask_for(request)).cached == cached
+        await caller.release(1, 2)
+        assert caller.free == 8
 
 
 async def test_a_row_that_is_gone_registers_nothing() -> None:

@@ -1176,6 +1176,66 @@ def test_a_conversation_that_goes_on_shares_the_answer_before_it() -> None:
     assert step.admits[0].cached_tokens == 12  # the last token of an answer is never computed
 
 
+def update_weights(replica: Replica, version: int, *, keep_kv: bool) -> None:
+    """Do what scheduler and allocator do when other weights are used."""
+    replica.policy.weights_version = version
+    if not keep_kv:
+        replica.drop(replica.policy.checkpoint_all())
+    assert replica.allocator._pool is not None
+    replica.allocator._pool.forget_all()
+
+
+def test_what_other_weights_have_computed_is_not_shared() -> None:
+    replica = Replica(prefix_caching=True)
+    replica.add("a", prompt=9, max_tokens=9)
+    replica.drain()
+    cached = []
+    for version in (1, 1, 2):
+        update_weights(replica, version, keep_kv=False)
+        for name in (f"b{len(cached)}", f"c{len(cached)}"):
+            replica.add(name, prompt=9, max_tokens=2)
+            step = replica.step()
+            assert step is not None
+            cached.append(step.admits[0].cached_tokens)
+            replica.drain()
+
+    assert cached == [0, 8] * 3
+
+
+def test_a_row_that_keeps_its_old_keys_shares_none_of_what_it_computes_with_them() -> None:
+    replica = Replica(prefix_caching=True)
+    replica.add("old", prompt=9, max_tokens=30)
+    for _ in range(2):
+        replica.step()
+    update_weights(replica, 1, keep_kv=True)
+    replica.add("new", prompt=9, max_tokens=1)  # fills and shares blocks of the same tokens
+    replica.drain()
+    replica.add("later", prompt=[*range(1, 10), *replica.output["old"]], max_tokens=2)
+
+    step = replica.step()
+
+    assert step is not None
+    assert step.admits[0].cached_tokens == 8  # what "new" computed, and none of what "old" did
+    replica.drain()
+    assert replica.output["old"] == alone(list(range(1, 10)), 30)
+
+
+def test_a_row_evicted_after_an_update_is_computed_and_shared_by_the_new_weights() -> None:
+    replica = Replica(prefix_caching=True)
+    replica.add("a", prompt=9, max_tokens=9)
+    replica.step()
+    update_weights(replica, 1, keep_kv=True)
+    replica.drop([replica.policy.evict() or 0])
+
+    step = replica.step()
+    replica.add("b", prompt=9, max_tokens=1)
+    after = replica.step()
+
+    assert step is not None
+    assert after is not None
+    assert (step.admits[0].cached_tokens, after.admits[0].cached_tokens) == (0, 8)
+
+
 def test_an_evicted_request_finds_what_it_had_computed() -> None:
     replica = Replica(prefix_caching=True, num_blocks=16)
     request = replica.add("a", prompt=9, max_tokens=9)

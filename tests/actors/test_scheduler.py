@@ -30,6 +30,9 @@ from callboard.messages.control import (
     Step,
     Suspend,
     Unpause,
+    UpdatePhase,
+    UpdateWeights,
+    Weights,
     WeightsLevel,
 )
 from callboard.messages.errors import (
@@ -952,6 +955,67 @@ async def test_a_cache_that_is_not_dropped_keeps_the_rows(stage: Stage, kv: KVLe
     assert stage.step.admits == ()
     await stage.run()
     assert stage.output["a"] == alone(PROMPT, 5)
+
+
+# New weights.
+
+
+def update(
+    phase: UpdatePhase = UpdatePhase.COMMIT, *, version: int = 1, keep_kv: bool = False
+) -> UpdateWeights:
+    return UpdateWeights(source="new", version=version, keep_kv=keep_kv, phase=phase)
+
+
+async def pause_in_the_middle(stage: Stage) -> int:
+    """Have a row that has sampled a few tokens, and nothing under way; returns blocks held."""
+    await stage.submit("a", 9)
+    await stage.run(3)
+    await stage.ask(Pause())
+    await stage.finish_step()
+    return 64 - stage.free
+
+
+@pytest.mark.parametrize("phase", [UpdatePhase.PREPARE, UpdatePhase.COMMIT])
+async def test_new_weights_need_a_pause_first(stage: Stage, phase: UpdatePhase) -> None:
+    await stage.submit("a")
+    assert (await stage.reply(update(phase))).refused == "pause first"
+    await stage.ask(Pause())
+    assert (await stage.reply(update(phase))).refused == "pause first"  # a step is under way
+
+
+@pytest.mark.parametrize("phase", [UpdatePhase.PREPARE, UpdatePhase.CANCEL])
+async def test_rows_stay_until_the_new_weights_are_used(stage: Stage, phase: UpdatePhase) -> None:
+    held = await pause_in_the_middle(stage)
+    reply = await stage.reply(update(phase))
+    assert (reply.state, reply.requests) == (State.PAUSED, 1)
+    assert 64 - stage.free == held
+
+
+async def test_all_a_row_has_is_computed_again_by_the_new_weights(stage: Stage) -> None:
+    await pause_in_the_middle(stage)
+    so_far = list(stage.output["a"])
+    reply = await stage.reply(update())
+    stage.runner.commit_weights(Weights(source="new", version=1))
+    assert (reply.state, reply.requests) == (State.PAUSED, 1)
+    assert (stage.free, stage.counts) == (64, (0, 1, 0))
+    assert (await stage.reply(update())).done
+    await stage.reply(Unpause())
+    assert stage.step is not None
+    [admit] = stage.step.admits
+    assert unpack_ids(admit.prompt) == [*PROMPT, *so_far]
+    await stage.run()
+    assert stage.output["a"] == alone(PROMPT, 9)
+
+
+async def test_rows_can_keep_what_the_old_weights_computed(stage: Stage) -> None:
+    held = await pause_in_the_middle(stage)
+    await stage.reply(update(keep_kv=True))
+    assert 64 - stage.free == held
+    await stage.reply(Unpause())
+    assert stage.step is not None
+    assert stage.step.admits == ()
+    await stage.run()
+    assert stage.output["a"] == alone(PROMPT, 9)
 
 
 async def test_requests_come_and_go_while_suspended(stage: Stage) -> None:

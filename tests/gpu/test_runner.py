@@ -18,7 +18,8 @@ from callboard.gpu.attention.sdpa import SdpaAttention
 from callboard.gpu.blocks import BlockPool
 from callboard.gpu.device import resident_bytes
 from callboard.gpu.memory import blocks_for
-from callboard.gpu.runner import ModelRunner, NotReady, RunnerConfig
+from callboard.gpu.model_slot import NotReady
+from callboard.gpu.runner import ModelRunner, RunnerConfig
 from callboard.messages.base import pack_ids, unpack_floats, unpack_ids
 from callboard.messages.errors import ConfigError
 from callboard.messages.steps import Admit, Continue, Grant, RowSampling, RunStep, StepDone
@@ -868,9 +869,8 @@ def test_a_chunk_before_the_last_samples_nothing(runner: ModelRunner) -> None:
 
 def damage(runner: ModelRunner, *, token: int) -> None:
     """Make a token's embedding no number, as it is in a damaged checkpoint."""
-    assert runner._model is not None
     with torch.inference_mode():
-        runner._model.decoder._embedding_VD[token] = torch.nan
+        runner._slot.model.decoder._embedding_VD[token] = torch.nan
 
 
 def test_a_row_whose_logits_are_no_numbers_fails_alone() -> None:

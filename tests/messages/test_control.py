@@ -17,8 +17,12 @@ from callboard.messages.control import (
     StatusReply,
     Stop,
     Suspend,
+    UpdatePhase,
+    UpdateWeights,
     Verb,
+    Weights,
     WeightsLevel,
+    verb_name,
 )
 
 
@@ -30,7 +34,22 @@ def test_every_verb_is_urgent_and_answered_by_a_control_reply(kind: Any) -> None
 
 @pytest.mark.parametrize("kind", members(Verb))
 def test_every_verb_can_be_given_without_options(kind: Any) -> None:
-    assert decode_body(encode_body(kind()), kind) == kind()
+    verb = kind(source="new") if kind is UpdateWeights else kind()
+
+    assert decode_body(encode_body(verb), kind) == verb
+
+
+def test_a_verb_is_called_what_operators_type() -> None:
+    assert [verb_name(Pause()), verb_name(UpdateWeights(source="new"))] == [
+        "pause",
+        "update-weights",
+    ]
+
+
+def test_an_update_names_its_weights() -> None:
+    update = UpdateWeights(source="new", version=3)
+
+    assert update.weights == Weights(source="new", version=3)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +65,8 @@ def test_the_mildest_form_of_a_verb_is_its_default() -> None:
     assert Pause().mode is PauseMode.KEEP
     assert (Suspend().kv, Suspend().weights) == (KVLevel.DROP, WeightsLevel.KEEP)
     assert Stop().drain_s == 0.0
+    update = UpdateWeights(source="new")
+    assert (update.version, update.keep_kv, update.phase) == (0, False, UpdatePhase.PREPARE)
     assert not AbortRequests().all
 
 

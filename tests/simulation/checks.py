@@ -3,7 +3,6 @@
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import trio
 
 from callboard.actors.actor import Cell
@@ -220,8 +219,7 @@ class Checks:
         if self._world.stopping or asked.client_closed:
             return True
         return any(
-            began <= asked.ended_at and asked.sent_at <= ended
-            for began, ended in self._aborts
+            began <= asked.ended_at and asked.sent_at <= ended for began, ended in self._aborts
         )
 
     def _may_fail(self, failure: Any) -> bool:
@@ -277,9 +275,9 @@ class Checks:
     def _check_containers(self, name: str, holder: object) -> None:
         """Whatever holds things is empty, but for what holds only what is empty."""
         for table, content in vars(holder).items():
-            if isinstance(content, dict) and any(content.values()):
-                self.broke(f"{name}: {table} is {content}")
-            elif isinstance(content, list | set) and content:
+            if (isinstance(content, dict) and any(content.values())) or (
+                isinstance(content, list | set) and content
+            ):
                 self.broke(f"{name}: {table} is {content}")
 
 

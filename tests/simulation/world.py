@@ -140,9 +140,7 @@ class World:
         self.nursery = nursery
         self.rng = stream(scenario.seed, "world")
         self.timers = Timers()
-        self.network = SimNetwork(
-            self.timers, stream(scenario.seed, "network"), scenario.delays
-        )
+        self.network = SimNetwork(self.timers, stream(scenario.seed, "network"), scenario.delays)
         self.checks = Checks(self)
         self.processes: dict[str, Process] = {}
         self.over = trio.Event()
@@ -461,9 +459,7 @@ class World:
         """Whether an actor may fail of this."""
         if isinstance(error, BaseExceptionGroup):
             return all(self.is_expected(part) for part in error.exceptions)
-        return isinstance(
-            error, PlannedCrash | DeviceBroken | OutOfDeviceMemory | CallboardError
-        )
+        return isinstance(error, PlannedCrash | DeviceBroken | OutOfDeviceMemory | CallboardError)
 
     # What is seen.
 

@@ -15,19 +15,25 @@ from callboard.messages.control import (
     Stop,
     Suspend,
     Unpause,
+    UpdatePhase,
+    UpdateWeights,
     Verb,
+    Weights,
     WeightsLevel,
 )
-from callboard.supervision.lifecycle import Desired, Lifecycle, Plan
+from callboard.supervision.lifecycle import MAX_VERSION, Desired, Lifecycle, Plan
 
 PAUSE, UNPAUSE, SUSPEND, RESUME, STOP = Pause(), Unpause(), Suspend(), Resume(), Stop()
 STEP = Step(count=3)
 DEEPER = Suspend(weights=WeightsLevel.DISCARD)
+UPDATE = UpdateWeights(source="new", version=3)
+COMMIT = UpdateWeights(source="new", version=3, phase=UpdatePhase.COMMIT)
 
 NOTHING: tuple[Verb, ...] = ()
 REFUSED = None
 
-# What is relayed for PAUSE, UNPAUSE, SUSPEND, SUSPEND at other levels, RESUME, STOP and STEP.
+# What is relayed for PAUSE, UNPAUSE, SUSPEND, SUSPEND at other levels, RESUME, STOP, STEP and
+# UPDATE_WEIGHTS.
 TABLE: dict[State, tuple[tuple[Verb, ...] | None, ...]] = {
     State.STARTING: (
         (PAUSE,),
@@ -36,6 +42,7 @@ TABLE: dict[State, tuple[tuple[Verb, ...] | None, ...]] = {
         (PAUSE, DEEPER),
         NOTHING,
         (STOP,),
+        REFUSED,
         REFUSED,
     ),
     State.RUNNING: (
@@ -46,6 +53,7 @@ TABLE: dict[State, tuple[tuple[Verb, ...] | None, ...]] = {
         NOTHING,
         (STOP,),
         REFUSED,
+        REFUSED,
     ),
     State.PAUSING: (
         (PAUSE,),
@@ -55,8 +63,18 @@ TABLE: dict[State, tuple[tuple[Verb, ...] | None, ...]] = {
         NOTHING,
         (STOP,),
         REFUSED,
+        REFUSED,
     ),
-    State.PAUSED: (NOTHING, (UNPAUSE,), (SUSPEND,), (DEEPER,), NOTHING, (STOP,), (STEP,)),
+    State.PAUSED: (
+        NOTHING,
+        (UNPAUSE,),
+        (SUSPEND,),
+        (DEEPER,),
+        NOTHING,
+        (STOP,),
+        (STEP,),
+        (UPDATE, COMMIT),
+    ),
     State.UNPAUSING: (
         (PAUSE,),
         (UNPAUSE,),
@@ -65,16 +83,45 @@ TABLE: dict[State, tuple[tuple[Verb, ...] | None, ...]] = {
         (UNPAUSE,),
         (STOP,),
         REFUSED,
+        REFUSED,
     ),
-    State.SUSPENDING: (NOTHING, REFUSED, (SUSPEND,), REFUSED, (RESUME, UNPAUSE), (STOP,), REFUSED),
-    State.SUSPENDED: (NOTHING, REFUSED, NOTHING, REFUSED, (RESUME, UNPAUSE), (STOP,), REFUSED),
-    State.RESUMING: (NOTHING, REFUSED, (SUSPEND,), REFUSED, (RESUME, UNPAUSE), (STOP,), REFUSED),
-    State.STOPPING: (REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, (STOP,), REFUSED),
-    State.STOPPED: (REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, NOTHING, REFUSED),
-    State.FAILED: (REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED),
+    State.SUSPENDING: (
+        NOTHING,
+        REFUSED,
+        (SUSPEND,),
+        REFUSED,
+        (RESUME, UNPAUSE),
+        (STOP,),
+        REFUSED,
+        REFUSED,
+    ),
+    State.SUSPENDED: (
+        NOTHING,
+        REFUSED,
+        NOTHING,
+        REFUSED,
+        (RESUME, UNPAUSE),
+        (STOP,),
+        REFUSED,
+        (UPDATE, COMMIT),
+    ),
+    State.RESUMING: (
+        NOTHING,
+        REFUSED,
+        (SUSPEND,),
+        REFUSED,
+        (RESUME, UNPAUSE),
+        (STOP,),
+        REFUSED,
+        REFUSED,
+    ),
+    State.STOPPING: (REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, (STOP,), REFUSED, REFUSED),
+    State.STOPPED: (REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, NOTHING, REFUSED, REFUSED),
+    State.FAILED: (REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED),
 }
 
-VERBS: tuple[Verb, ...] = (PAUSE, UNPAUSE, SUSPEND, DEEPER, RESUME, STOP, STEP)
+
+VERBS: tuple[Verb, ...] = (PAUSE, UNPAUSE, SUSPEND, DEEPER, RESUME, STOP, STEP, UPDATE)
 
 CELLS = [
     pytest.param(state, verb, wanted, id=f"{state}-{type(verb).__name__}-{number}")
@@ -149,7 +196,7 @@ def test_a_plan_changes_nothing(state: State, verb: Verb, wanted: tuple[Verb, ..
 
 
 @pytest.mark.parametrize("state", [State.RUNNING, State.PAUSED, State.SUSPENDED, State.STOPPED])
-@pytest.mark.parametrize("verb", VERBS[:-1])
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != STEP])
 def test_a_repeated_verb_but_step_has_no_further_effect(state: State, verb: Verb) -> None:
     tree = tree_in(state)
     if obey(tree, verb).refused:
@@ -329,6 +376,126 @@ def test_a_step_that_is_refused_says_what_to_do_first(state: State, reason: str)
     assert tree_in(state).plan(STEP).refused == reason
 
 
+# New weights.
+
+
+@pytest.mark.parametrize("state", [State.PAUSED, State.SUSPENDED])
+def test_new_weights_are_prepared_everywhere_before_they_are_used_anywhere(state: State) -> None:
+    tree = tree_in(state)
+
+    plan = obey(tree, UpdateWeights(source="new", version=3, keep_kv=True))
+
+    assert [step.phase for step in plan.relay if isinstance(step, UpdateWeights)] == [
+        UpdatePhase.PREPARE,
+        UpdatePhase.COMMIT,
+    ]
+    assert all(isinstance(step, UpdateWeights) and step.keep_kv for step in plan.relay)
+    assert tree.weights == Weights(source="new", version=3)
+    assert tree.state is state
+
+
+def test_a_tree_whose_parts_did_not_all_prepare_is_to_have_what_it_had() -> None:
+    tree = tree_in(State.PAUSED)
+
+    obey(tree, UPDATE, late=UPDATE)
+
+    assert tree.weights == Weights(source="", version=0)
+    assert not tree.plan(UNPAUSE).refused
+    assert tree.plan(UPDATE).relay == (UPDATE, COMMIT)
+
+
+@pytest.mark.parametrize("state", [State.PAUSED, State.SUSPENDED])
+def test_nothing_runs_before_all_parts_have_the_new_weights(state: State) -> None:
+    tree = tree_in(state)
+    obey(tree, UPDATE, late=COMMIT)
+
+    refused = [tree.plan(verb).refused for verb in (UNPAUSE, STEP, RESUME)]
+    again = obey(tree, UPDATE)
+
+    wanted = "not all replicas are known to have weights 3: repeat update-weights"
+    if state is State.SUSPENDED:
+        assert refused == ["the tree is suspended: resume first"] * 2 + [wanted]
+    else:
+        assert refused == [wanted] * 3
+    assert again == Plan(relay=(COMMIT,))
+    assert not obey(tree, RESUME if state is State.SUSPENDED else UNPAUSE).refused
+    assert tree.state is State.RUNNING
+
+
+def test_pausing_suspending_and_stopping_go_on_while_parts_are_late_with_new_weights() -> None:
+    tree = tree_in(State.PAUSED)
+    obey(tree, UPDATE, late=COMMIT)
+
+    assert tree.plan(PAUSE) == Plan()
+    assert tree.plan(SUSPEND).relay == (SUSPEND,)
+    assert tree.plan(STOP).relay == (STOP,)
+
+
+def test_later_weights_can_follow_an_update_of_which_a_part_was_late() -> None:
+    tree = tree_in(State.PAUSED)
+    obey(tree, UPDATE, late=COMMIT)
+
+    later = obey(tree, UpdateWeights(source="newer"))
+
+    assert [step.version for step in later.relay if isinstance(step, UpdateWeights)] == [4, 4]
+    assert not tree.plan(UNPAUSE).refused
+
+
+def test_without_a_version_each_update_is_one_more() -> None:
+    tree = tree_in(State.PAUSED)
+
+    for _ in range(2):
+        obey(tree, UpdateWeights(source="new"))
+
+    assert tree.weights == Weights(source="new", version=2)
+
+
+@pytest.mark.parametrize(
+    ("source", "version", "reason"),
+    [
+        ("new", 2, "version is 2, and must be above 3, that of 'new'"),
+        ("other", 3, "version is 3, and must be above 3, that of 'new'"),
+        ("new", -1, "version is -1, and must be above 3, that of 'new'"),
+        ("new", MAX_VERSION + 1, f"version is {MAX_VERSION + 1}, and must be above 3"),
+        ("", 4, "source is empty, and must say where the weights are"),
+    ],
+)
+def test_versions_only_grow_and_name_one_source(source: str, version: int, reason: str) -> None:
+    tree = tree_in(State.PAUSED)
+    obey(tree, UPDATE)
+
+    assert tree.plan(UpdateWeights(source=source, version=version)).refused.startswith(reason)
+
+
+def test_an_operator_cannot_skip_a_phase() -> None:
+    tree = tree_in(State.PAUSED)
+
+    assert tree.plan(COMMIT).relay == (UPDATE, COMMIT)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        (State.RUNNING, "the tree is running: pause first"),
+        (State.PAUSING, "the tree is pausing: pause first"),
+        (State.UNPAUSING, "the tree is unpausing: pause first"),
+        (State.SUSPENDING, "the tree is suspending: suspend or resume first"),
+        (State.RESUMING, "the tree is resuming: suspend or resume first"),
+    ],
+)
+def test_an_update_that_is_refused_says_what_to_do_first(state: State, reason: str) -> None:
+    assert tree_in(state).plan(UPDATE).refused == reason
+
+
+@pytest.mark.parametrize("found", [State.RUNNING, State.PAUSED])
+def test_an_update_does_not_change_what_resume_returns_to(found: State) -> None:
+    tree = tree_in(found)
+    for verb in (SUSPEND, UPDATE, RESUME):
+        obey(tree, verb)
+
+    assert tree.state is found
+
+
 @pytest.mark.parametrize("count", [0, -1])
 def test_no_steps_at_all_are_refused(count: int) -> None:
     refused = tree_in(State.PAUSED).plan(Step(count=count)).refused
@@ -380,6 +547,9 @@ def test_requests_may_be_given_any_time_to_drain(drain_s: float) -> None:
         ((PAUSE, SUSPEND, RESUME, UNPAUSE), Desired()),
         ((PAUSE, STOP), Desired(paused=True)),
         ((PAUSE, STEP), Desired(paused=True)),
+        ((PAUSE, UPDATE), Desired(paused=True)),
+        ((PAUSE, COMMIT), Desired(paused=True, weights=COMMIT.weights)),
+        ((PAUSE, SUSPEND, COMMIT, RESUME, UNPAUSE), Desired(weights=COMMIT.weights)),
     ],
 )
 def test_the_desired_state_follows_the_verbs_that_were_sent(
@@ -397,6 +567,9 @@ DESIRED = (
     Desired(paused=True),
     Desired(paused=True, suspended=SUSPEND),
     Desired(paused=True, suspended=DEEPER),
+    Desired(weights=COMMIT.weights),
+    Desired(paused=True, weights=COMMIT.weights),
+    Desired(paused=True, suspended=DEEPER, weights=COMMIT.weights),
 )
 
 
@@ -406,6 +579,7 @@ class Part:
     def __init__(self, born: Desired, *, is_paused: bool) -> None:
         self.is_paused = is_paused
         self.memory = born.suspended is None
+        self.weights = born.weights
 
     def obey(self, verb: Verb) -> None:
         match verb:
@@ -418,6 +592,10 @@ class Part:
                 self.memory = False
             case Resume():
                 self.memory = True
+            case UpdateWeights():
+                assert verb.phase is UpdatePhase.COMMIT
+                assert self.is_paused, "weights are not taken from what runs"
+                self.weights = verb.weights
             case Stop() | Step():
                 raise AssertionError("nothing is stopped or stepped to bring it somewhere")
 
@@ -434,6 +612,8 @@ def test_the_path_leads_from_whatever_a_part_was_born_as_to_what_is_desired(
 
     assert part.is_paused == desired.paused
     assert part.memory == (desired.suspended is None)
+    if desired.weights is not None:  # once there are others, those of the settings are named too
+        assert part.weights == desired.weights
 
 
 def test_a_part_that_should_run_and_was_born_so_needs_no_verb() -> None:
