@@ -377,6 +377,7 @@ def update_weights(
         typer.Argument(metavar="SOURCE", help="A model of the same shape, as the server sees it."),
     ],
     endpoint: Endpoint = DEFAULT_ENDPOINT,
+    keys: Keys = None,
     version: Annotated[
         int | None, typer.Option(min=1, help="Its number; by default one more than now.")
     ] = None,
@@ -389,7 +390,7 @@ def update_weights(
 ) -> int:
     """Change the weights of a paused or suspended server, in all replicas or in none."""
     verb = UpdateWeights(source=source, version=version or 0, keep_kv=keep_kv)
-    return _control(endpoint, verb, timeout, as_json)
+    return _control(endpoint, keys, verb, timeout, as_json)
 
 
 @app.command()
