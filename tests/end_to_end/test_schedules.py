@@ -344,13 +344,10 @@ class Watched:
         self.runner = runner
         self.is_stopped = False
         self.breaks = False
-        self.load = runner.load
-        self.allocate = runner.allocate
-        self.free_weights = runner.free_weights
-        self.free_kv = runner.free_kv
-        self.room = runner.room
-        self.describe = runner.describe
         self._seen = seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
 
     def drop(self, rows: tuple[RowId, ...]) -> None:
         self.runner.drop(rows)
@@ -922,7 +919,7 @@ def hash_decoder() -> Iterator[None]:
     hashing: Any = HashDecoder()
     with pytest.MonkeyPatch.context() as patch:
         model = dataclasses.replace(loaded, decoder=hashing)
-        patch.setattr("callboard.gpu.runner.load_model", lambda *args, **options: model)
+        patch.setattr("callboard.gpu.model_slot.load_model", lambda *args, **options: model)
         # It looks through all objects of this process: a tenth of a second each time.
         patch.setattr("callboard.gpu.runner.release_memory", lambda device: None)
         yield
