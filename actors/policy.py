@@ -150,6 +150,7 @@ class SchedulingPolicy:
         self._runs = 0
         self._timeline = Timeline(block_tokens=1)
         self._proposed: dict[RowId, Proposal] = {}
+        self._rows_then = 0  # rows there were when blocks were asked for
         self._flights: deque[Flight] = deque()
 
     @property
@@ -258,6 +259,7 @@ class SchedulingPolicy:
         """Choose who could run in the next step, and ask for the blocks that takes."""
         device = self._known_device()
         self._proposed = {}
+        self._rows_then = self.ledger.num_rows
         step = next(self._steps)
         budget = device.max_step_tokens
         self._full += self._timeline.wanting(self._runs + 1)
@@ -274,6 +276,7 @@ class SchedulingPolicy:
     def plan(self, granted: BlocksGranted) -> Planned:
         """Make the step out of what was granted."""
         run = self._runs + 1
+        row_left = self.ledger.num_rows < self._rows_then
         admits: list[Admit] = []
         continues: list[Continue] = []
         grants: list[Grant] = []
@@ -309,7 +312,8 @@ class SchedulingPolicy:
                 grants=tuple(grants),
                 life=self._known_device().life,
             )
-        elif not evicted and not self._flights:  # which may end rows, and leave their blocks
+        elif not (evicted or row_left or self._flights):
+            # No row has left its blocks since they were asked for, and no step may end one.
             evicted = self._evict_newest(self.ledger.rows())
         unused = [row for row in granted.blocks if row not in standing]
         return Planned(step=step, unused=unused, evicted=evicted)

@@ -1407,6 +1407,23 @@ def test_nothing_is_evicted_while_a_step_under_way_may_free_blocks() -> None:
     assert len(step.grants) == 1  # that of the row that ended
 
 
+def test_nothing_is_evicted_where_a_row_has_left_its_blocks_since_they_were_asked_for() -> None:
+    replica = Replica(num_blocks=2, block_tokens=4)
+    replica.add("a", prompt=3, max_tokens=6, stops=(alone((1, 2, 3), 2)[1],))
+    replica.add("b", prompt=4, max_tokens=4)
+    assert replica.step() is not None
+    second = replica.plan()
+    assert second is not None
+    replica.tell_device(second)
+    granted = replica.reserve(replica.policy.propose())
+    run_one(replica)
+    assert "a" in replica.ends
+    assert replica.plan_with(granted) is None
+    assert replica.phases() == {"b": Phase.STARVED}
+    assert replica.step() is not None
+    assert replica.phases() == {"b": Phase.DECODING}
+
+
 @pytest.mark.parametrize("caching", [False, True])
 def test_steps_planned_ahead_change_no_token_whatever_happens_between_them(caching: bool) -> None:
     departed = 0
