@@ -96,6 +96,10 @@ def scripted_token(tokens: list[int]) -> int:
     return zlib.crc32(pack_ids(tokens)) % VOCABULARY
 
 
+UNREAL_WEIGHTS = (WeightsLevel.KEEP, WeightsLevel.DISCARD)
+"""What can be done with the weights of a model that has none."""
+
+
 class HashDecoder:
     """A decoder whose logits are a hash of all tokens of the row, kept where keys would be."""
 
@@ -538,7 +542,7 @@ class Operator:
                 self.may_abort |= mode is not PauseMode.KEEP
                 self.drains = mode is PauseMode.DRAIN
             case State.PAUSED if self._rng.random() < 0.5:
-                kv, weights = self._rng.choice(list(KVLevel)), self._rng.choice(list(WeightsLevel))
+                kv, weights = self._rng.choice(list(KVLevel)), self._rng.choice(UNREAL_WEIGHTS)
                 self._relay(Suspend(kv=kv, weights=weights), State.SUSPENDED)
             case State.PAUSED:
                 self._relay(Unpause(), State.RUNNING)
