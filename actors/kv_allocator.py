@@ -87,50 +87,44 @@ class KVAllocator(Actor[KVAllocatorInbox]):
 
     def _reserve(self, question: ReserveBlocks, pool: BlockPool) -> BlocksGranted:
         granted: dict[RowId, tuple[int, ...]] = {}
-        cached: dict[RowId, int] = {}
-        deferred: list[RowId] = []
         for wanted in question.grow:
             self._grant(pool, wanted, granted)
+        new = _NewRows(granted, question.budget, may_split=question.may_split)
         if len(granted) == len(question.grow):
-            for new in question.admit:
-                self._admit(pool, new, granted, cached, deferred)
-                if not (new.may_be_overtaken or new.row in granted or new.row in deferred):
+            for asked in question.admit:
+                self._admit(pool, asked, new)
+                if new.budget == 0 or (asked.row in new.denied and not asked.may_be_overtaken):
                     break
         return BlocksGranted(
             step=question.step,
             blocks=granted,
             free=pool.free,
-            cached=cached,
-            deferred=tuple(deferred),
+            cached=new.cached,
+            chunks=new.chunks,
+            denied=tuple(new.denied),
         )
 
-    def _admit(
-        self,
-        pool: BlockPool,
-        new: PrefixRequest,
-        granted: dict[RowId, tuple[int, ...]],
-        cached: dict[RowId, int],
-        deferred: list[RowId],
-    ) -> None:
+    def _admit(self, pool: BlockPool, wanted: PrefixRequest, new: "_NewRows") -> None:
         """Give a new row its blocks, unless it had better wait for those others compute."""
-        num_cached = len(pool.match(new.hashes))
-        missing = new.hashes[num_cached:]
+        num_cached = len(pool.match(wanted.hashes))
+        missing = wanted.hashes[num_cached:]
         if missing and missing[0] in self._promised:
-            deferred.append(new.row)
             return
         start = num_cached * self._block_tokens
-        end = start + min(new.chunk_tokens, new.prompt_tokens - start)
-        count = blocks_for(end, self._block_tokens) - num_cached
-        try:
-            blocks = pool.acquire(new.hashes, count)
-        except OutOfBlocks:
+        rest = wanted.prompt_tokens - start
+        chunk = min(rest, wanted.chunk_tokens, new.budget)
+        if chunk < rest and not new.may_split:
             return
-        self._held[new.row] = blocks
-        granted[new.row] = tuple(blocks)
-        if num_cached:
-            cached[new.row] = num_cached
-        self._promises[new.row] = missing
-        self._promised.update(dict.fromkeys(missing, new.row))
+        count = blocks_for(start + chunk, self._block_tokens) - num_cached
+        try:
+            blocks = pool.acquire(wanted.hashes, count)
+        except OutOfBlocks:
+            new.denied.append(wanted.row)
+            return
+        new.take(wanted.row, blocks, num_cached=num_cached, chunk=chunk, is_rest=chunk == rest)
+        self._held[wanted.row] = blocks
+        self._promises[wanted.row] = missing
+        self._promised.update(dict.fromkeys(missing, wanted.row))
 
     def _grant(
         self, pool: BlockPool, wanted: BlockRequest, granted: dict[RowId, tuple[int, ...]]
@@ -176,3 +170,28 @@ def _register(pool: BlockPool, blocks: list[int], part: Computed) -> None:
         if not pool.is_cached(block):
             return
         parent = block_hash
+
+
+class _NewRows:
+    """What the new rows of one step have got, and what is left for those behind them."""
+
+    def __init__(
+        self, blocks: dict[RowId, tuple[int, ...]], budget: int, *, may_split: bool
+    ) -> None:
+        self.blocks = blocks
+        self.budget = budget
+        self.may_split = may_split
+        self.cached: dict[RowId, int] = {}
+        self.chunks: dict[RowId, int] = {}
+        self.denied: list[RowId] = []
+
+    def take(
+        self, row: RowId, blocks: list[int], *, num_cached: int, chunk: int, is_rest: bool
+    ) -> None:
+        """Note what a row gets."""
+        self.blocks[row] = tuple(blocks)
+        self.chunks[row] = chunk
+        self.budget -= chunk
+        self.may_split &= is_rest
+        if num_cached:
+            self.cached[row] = num_cached

@@ -270,8 +270,13 @@ class SchedulingPolicy:
             if chunk > 0:
                 budget -= chunk
                 grow.append(self._propose(self._prefilling, chunk))
-        admit = self._propose_admissions(budget)
-        return ReserveBlocks(step=step, grow=tuple(grow), admit=tuple(admit))
+        return ReserveBlocks(
+            step=step,
+            grow=tuple(grow),
+            admit=tuple(self._propose_admissions(budget)),
+            budget=budget,
+            may_split=self._prefilling is None or self._ends_with_chunk(self._prefilling),
+        )
 
     def plan(self, granted: BlocksGranted) -> Planned:
         """Make the step out of what was granted."""
@@ -288,8 +293,8 @@ class SchedulingPolicy:
             if blocks is None:
                 self._go_without(request, run)
             elif proposal.had_row is None:
-                cached = granted.cached.get(row, 0)
-                admits.append(self._admit(proposal, row, cached, blocks))
+                cached, chunk = granted.cached.get(row, 0), granted.chunks[row]
+                admits.append(self._admit(request, row, cached, chunk, blocks))
                 prefilled[row] = request.length
             elif request is self._prefilling:
                 continues.append(self._continue(proposal, row, blocks))
@@ -363,21 +368,22 @@ class SchedulingPolicy:
         return BlockRequest(row=row, count=count)
 
     def _propose_admissions(self, budget: int) -> list[PrefixRequest]:
+        """Ask for those who wait, as far as the budget reaches, and for a few more.
+
+        What is cached of a prompt costs nothing, so more may fit than it seems.
+        """
         admit: list[PrefixRequest] = []
-        if not self._may_admit():
+        if budget <= 0 or not self._may_admit():
             return admit
         places = self._known_device().max_rows - self.ledger.num_rows
-        in_parts = self._prefilling is not None and self._unfinished_after_chunk(self._prefilling)
+        left, extra = budget, LOOK_AHEAD
         for request in self._waiting[: min(places, LOOK_AHEAD) if self._denied else places]:
-            request.target = len(request.prompt) + len(request.output)
-            chunk = self._chunk(request, budget)
-            if chunk <= 0 or (admit and _is_suspect(request)):
+            extra -= left <= 0
+            if extra < 0 or (admit and _is_suspect(request)):
                 break
-            if chunk < request.target and in_parts:
-                continue  # one prompt at a time is prefilled in parts; a shorter one may fit
-            in_parts |= chunk < request.target
-            admit.append(self._propose_new(request, chunk))
-            budget -= chunk
+            request.target = len(request.prompt) + len(request.output)
+            admit.append(self._propose_new(request, budget))
+            left -= request.target
             if _is_suspect(request):
                 break
         return admit
@@ -387,10 +393,10 @@ class SchedulingPolicy:
             return False
         return self._suspect is None or not _is_suspect(self._suspect)
 
-    def _propose_new(self, request: Request, chunk: int) -> PrefixRequest:
+    def _propose_new(self, request: Request, budget: int) -> PrefixRequest:
         """Propose a row for a waiting request; how much of it is cached is not known yet."""
         row = next(self._row_ids)
-        self._proposed[row] = Proposal(request=request, num_tokens=chunk, had_row=None)
+        self._proposed[row] = Proposal(request=request, num_tokens=0, had_row=None)
         hashes: list[BlockHash] = []
         request.hash_from(self._root)
         if self._prefix_caching and not request.prompt_scores.missing:
@@ -400,7 +406,7 @@ class SchedulingPolicy:
         return PrefixRequest(
             row=row,
             prompt_tokens=request.target,
-            chunk_tokens=chunk,
+            chunk_tokens=self._prefill_chunk_tokens or budget,
             hashes=tuple(hashes),
             may_be_overtaken=_may_be_overtaken(request),
         )
@@ -409,18 +415,23 @@ class SchedulingPolicy:
         limit = self._prefill_chunk_tokens or budget
         return min(request.target - request.length, budget, limit)
 
-    def _unfinished_after_chunk(self, request: Request) -> bool:
+    def _ends_with_chunk(self, request: Request) -> bool:
+        """Whether the prompt that is prefilled in parts has its last one in the step proposed."""
         assert request.row is not None
         proposed = self._proposed.get(request.row)
-        return proposed is None or request.length + proposed.num_tokens < request.target
+        return proposed is not None and request.length + proposed.num_tokens == request.target
 
     # The step: who got what
 
     def _admit(
-        self, proposal: Proposal, row: RowId, num_cached: int, blocks: tuple[int, ...]
+        self,
+        request: Request,
+        row: RowId,
+        num_cached: int,
+        num_tokens: int,
+        blocks: tuple[int, ...],
     ) -> Admit:
         """Make a row of a waiting request, the first blocks of which hold its prompt already."""
-        request = proposal.request
         self._waiting.remove(request)
         self.ledger.admit(request, row)
         request.note(EventKind.ADMITTED, self._clock())
@@ -431,7 +442,6 @@ class SchedulingPolicy:
         cached_tokens = num_cached * self._known_device().block_tokens
         if request.cached_tokens is None:
             request.cached_tokens = min(cached_tokens, len(request.prompt))
-        num_tokens = min(proposal.num_tokens, request.target - cached_tokens)
         request.length = cached_tokens + num_tokens
         if request.length < request.target:
             self._prefilling = request
@@ -484,11 +494,11 @@ class SchedulingPolicy:
 
     def _count_overtaken(self, standing: dict[RowId, Proposal], granted: BlocksGranted) -> None:
         """See who did not fit, and who of them was overtaken by somebody who did."""
+        self._denied = bool(granted.denied)
         asked = [row for row, proposal in standing.items() if proposal.had_row is None]
         fitted = [index for index, row in enumerate(asked) if row in granted.blocks]
-        self._denied = len(fitted) + len(granted.deferred) < len(asked)
         for row in asked[: fitted[-1]] if fitted else ():
-            if row not in granted.blocks and row not in granted.deferred:
+            if row in granted.denied:
                 standing[row].request.overtaken += 1
 
     def _evict_beyond_limit(self) -> list[RowId]:

@@ -1,5 +1,6 @@
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import trio
@@ -70,10 +71,10 @@ class Caller:
         await self._ref.tell(message)
         await wait_all_tasks_blocked()
 
-    async def ask_for(self, *requests: PrefixRequest) -> BlocksGranted:
+    async def ask_for(self, *requests: PrefixRequest, **options: Any) -> BlocksGranted:
         """Ask for the blocks of new rows."""
         self._step += 1
-        await self.tell(ReserveBlocks(step=self._step, admit=requests))
+        await self.tell(ReserveBlocks(step=self._step, admit=requests, **options))
         letter = self._answers.take_nowait()
         assert letter is not None
         assert isinstance(letter.message, BlocksGranted)
@@ -367,9 +368,9 @@ async def test_a_row_waits_for_blocks_that_another_is_about_to_compute() -> None
         first = PrefixRequest(row=1, prompt_tokens=9, chunk_tokens=9, hashes=hashes(range(9)))
         second = PrefixRequest(row=2, prompt_tokens=9, chunk_tokens=9, hashes=hashes(range(9)))
         granted = await caller.ask_for(first, second)
-        assert (set(granted.blocks), granted.deferred) == ({1}, (2,))
+        assert (set(granted.blocks), granted.denied) == ({1}, ())
         granted = await caller.ask_for(second)
-        assert granted.deferred == (2,)
+        assert (granted.blocks, granted.denied) == ({}, ())
         await caller.tell(
             CacheBlocks(computed=(Computed(row=1, first=0, hashes=hashes(range(9)), parent=b""),))
         )
@@ -384,7 +385,7 @@ async def test_nobody_waits_for_blocks_of_a_row_that_is_gone() -> None:
         await caller.release(1)
         second = PrefixRequest(row=2, prompt_tokens=9, chunk_tokens=9, hashes=hashes(range(9)))
         granted = await caller.ask_for(second)
-        assert (set(granted.blocks), granted.deferred) == ({2}, ())
+        assert (set(granted.blocks), granted.denied) == ({2}, ())
 
 
 async def test_a_row_waits_only_for_the_first_block_it_misses() -> None:
@@ -398,3 +399,47 @@ async def test_a_row_waits_only_for_the_first_block_it_misses() -> None:
             PrefixRequest(row=2, prompt_tokens=13, chunk_tokens=13, hashes=hashes(range(13)))
         )
         assert granted.cached == {2: 2}
+
+
+# The budget of a step.
+
+
+def new_row(row: int, prompt: range, **options: Any) -> PrefixRequest:
+    known = hashes(range(len(prompt) - 1))
+    length = len(prompt)
+    return PrefixRequest(row=row, prompt_tokens=length, chunk_tokens=64, hashes=known, **options)
+
+
+async def test_what_is_cached_takes_nothing_of_the_budget() -> None:
+    async with allocator(num_blocks=20) as caller:
+        await fill(caller, 1, range(8))
+        granted = await caller.ask_for(*(new_row(row, range(9)) for row in (2, 3, 4)), budget=3)
+        assert granted.chunks == {2: 1, 3: 1, 4: 1}
+        assert granted.cached == {2: 2, 3: 2, 4: 2}
+
+
+async def test_one_prompt_a_step_is_split_and_those_behind_it_that_fit_are_not() -> None:
+    async with allocator(num_blocks=20) as caller:
+        long = PrefixRequest(row=1, prompt_tokens=30, chunk_tokens=10)
+        other = PrefixRequest(row=2, prompt_tokens=11, chunk_tokens=10)
+        short = PrefixRequest(row=3, prompt_tokens=4, chunk_tokens=10)
+        granted = await caller.ask_for(long, other, short, budget=16)
+        assert granted.chunks == {1: 10, 3: 4}
+        assert granted.denied == ()
+        assert len(granted.blocks[1]) == 3
+
+
+async def test_no_prompt_is_split_where_another_one_is_already() -> None:
+    async with allocator(num_blocks=20) as caller:
+        long = PrefixRequest(row=1, prompt_tokens=30, chunk_tokens=10)
+        short = PrefixRequest(row=2, prompt_tokens=4, chunk_tokens=10)
+        granted = await caller.ask_for(long, short, may_split=False)
+        assert granted.chunks == {2: 4}
+
+
+async def test_nobody_is_served_behind_the_end_of_the_budget() -> None:
+    async with allocator(num_blocks=20) as caller:
+        rows = [PrefixRequest(row=row, prompt_tokens=4, chunk_tokens=64) for row in (1, 2, 3)]
+        granted = await caller.ask_for(*rows, budget=6)
+        assert granted.chunks == {1: 4, 2: 2}
+        assert granted.denied == ()

@@ -974,7 +974,8 @@ def test_a_step_names_the_life_of_the_device_it_is_for() -> None:
     policy.device_ready(device)
     policy.add(Replica().add("a"))
     question = policy.propose()
-    granted = BlocksGranted(step=1, blocks={question.admit[0].row: (0,)}, free=8)
+    row = question.admit[0].row
+    granted = BlocksGranted(step=1, blocks={row: (0,)}, free=8, chunks={row: 3})
     planned = policy.plan(granted)
     assert planned.step is not None
     assert planned.step.life == 5
@@ -1623,6 +1624,19 @@ def test_one_row_over_the_limit_is_evicted_and_its_blocks_are_for_the_others() -
     assert replica.phases() == {"old": Phase.DECODING, "new": Phase.WAITING}
     replica.drain()
     assert replica.output["new"] == alone(range(1, 5), 3)
+
+
+def test_prompts_that_are_cached_are_admitted_together_however_long_they_are() -> None:
+    replica = Replica(prefix_caching=True, max_step_tokens=20)
+    for index in range(7):
+        replica.add(str(index), prompt=17, max_tokens=4)
+    first, second = replica.step(), replica.step()
+    assert first is not None
+    assert second is not None
+    assert [admit.num_tokens for admit in first.admits] == [17]
+    assert [admit.num_tokens for admit in second.admits] == [1] * 6
+    replica.drain()
+    assert all(replica.output[str(index)] == alone(range(1, 18), 4) for index in range(7))
 
 
 def test_a_prefix_that_is_being_computed_is_waited_for() -> None:

@@ -628,7 +628,9 @@ async def test_a_pause_asked_for_between_question_and_step_waits_for_that_step()
         asked = await stage.ask(Pause())
         assert asked.open
         row = question.admit[0].row
-        await stage.tell(BlocksGranted(step=question.step, blocks={row: (0,)}, free=63))
+        await stage.tell(
+            BlocksGranted(step=question.step, blocks={row: (0,)}, free=63, chunks={row: 3})
+        )
         assert asked.open
         await stage.finish_step()
         assert asked.reply is not None
@@ -1161,7 +1163,9 @@ async def test_an_abort_between_question_and_step_leaves_nothing_to_run() -> Non
         row = question.admit[0].row
         await stage.tell(Abort(request_id="a"))
         assert drain(stage.allocator) == []
-        await stage.tell(BlocksGranted(step=question.step, blocks={row: (0,)}, free=63))
+        await stage.tell(
+            BlocksGranted(step=question.step, blocks={row: (0,)}, free=63, chunks={row: 3})
+        )
         assert drain(stage.allocator) == [ReleaseBlocks(rows=(row,))]
         assert (stage.step, list(stage.ends)) == (None, ["a"])
 
