@@ -84,6 +84,8 @@ HANDSHAKE_TIMEOUT_S = 5.0
 LONGEST_S = 9e9
 """What is said of a longer time to answer: an int64 of nanoseconds ends soon after."""
 
+EVENTS_AT_ONCE = 64
+
 MAX_PEERS = 1024
 """Peers a listener has at once; each may have a window and an outbox full of frames."""
 
@@ -274,10 +276,20 @@ class _Speaker(ABC):
 
     async def _deliver_all(self) -> None:
         while True:
-            event, flow = await self._events_out.receive()
-            await self._deliver(event)
-            if flow is not None:
-                self._count(event.peer, flow)
+            for event, flow in await self._events():
+                await self._deliver(event)
+                if flow is not None:
+                    self._count(event.peer, flow)
+
+    async def _events(self) -> list[tuple[Event, _Flow | None]]:
+        """Wait for an event, and return what is there: to wait for each costs a task switch."""
+        events = [await self._events_out.receive()]
+        while len(events) < EVENTS_AT_ONCE:
+            try:
+                events.append(self._events_out.receive_nowait())
+            except trio.WouldBlock:
+                break
+        return events
 
     @abstractmethod
     def _count(self, peer: PeerKey, flow: _Flow) -> None:
