@@ -33,6 +33,7 @@ bench: model
 	$(BIN)/python docs/benchmarks/actors.py
 	$(BIN)/python docs/benchmarks/zmq_socket.py
 	$(BIN)/python docs/benchmarks/scheduling.py
+	$(BIN)/python docs/benchmarks/coordinator.py
 	$(BIN)/python docs/benchmarks/steps.py
 
 # Needs a CUDA machine and whatever torch and flash-attn it has; see docs/how-to/gpu-check.md.

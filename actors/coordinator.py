@@ -228,13 +228,20 @@ class Coordinator(Actor[CoordinatorInbox]):
                     inboxes={Role.CLIENT: FromClient, Role.REPLICA: FromReplica},
                     outboxes={Role.CLIENT: ToClient, Role.REPLICA: ToReplica},
                     welcome=self._welcome,
-                    deliver=self.ref.tell,
+                    deliver=self._deliver,
                     unique=(Role.REPLICA,),
                 )
             except EndpointError:
                 if trio.current_time() >= give_up_at:
                     raise
             await trio.sleep(PORT_INTERVAL_S)
+
+    async def _deliver(self, event: Said | Joined | Left) -> None:
+        """Put an event into the own mailbox; without a task switch where there is room."""
+        try:
+            self.ref.tell_nowait(event)
+        except MailboxFull:
+            await self.ref.tell(event)
 
     def _welcome(self, session: str) -> Welcome:
         return Welcome(
@@ -323,7 +330,7 @@ class Coordinator(Actor[CoordinatorInbox]):
         if request.has_begun_with(delivered):
             missed = kept.behind(len(delivered) // BYTES_PER_ID, len(request.output))
         self._tell(client, [(request, one) for one in kept.news(missed or [], delivered)])
-        if missed is None and self._routing.of_client(client.key, request.client_id) is request:
+        if missed is None and self._routing.is_open(request):
             self._restart(request, delivered)
 
     def _restart(self, request: OpenRequest, delivered: TokenIds) -> None:
@@ -571,6 +578,8 @@ class Coordinator(Actor[CoordinatorInbox]):
         """Send terminal deltas made here, and tell the replicas to free what they hold."""
         by_client: defaultdict[ClientKey, list[tuple[OpenRequest, Delta]]] = defaultdict(list)
         for request in requests:
+            if not self._routing.is_open(request):
+                continue  # its client was found not to read while another was ended
             self._forget(request, is_abort=reason is FinishReason.ABORT)
             by_client[request.client].append((request, request.terminal(reason, failure)))
         for told_of in by_client.values():

@@ -96,13 +96,26 @@ class PrefixAware:
     def choose(self, loads: Mapping[PeerKey, int], prompt: Prompt) -> PeerKey:
         """Return the replica with the best score, and remember that it gets this prompt."""
         pieces = pieces_of(prompt)
-        best = max(loads, key=lambda key: self._score(key, loads[key], pieces))
+        # Of those that know nothing of it only the least loaded may be the best.
+        best = min(loads, key=loads.__getitem__)
+        score = self._score(best, loads[best], pieces)
+        for replica in self._owners(loads, pieces):
+            its = self._score(replica, loads[replica], pieces)
+            if its > score:
+                best, score = replica, its
         self._remember(best, pieces)
         return best
 
     def forget(self, replica: PeerKey) -> None:
         """Drop what it knows."""
         self._known.pop(replica, None)
+
+    def _owners(self, loads: Mapping[PeerKey, int], pieces: Sequence[int]) -> list[PeerKey]:
+        """Return the replicas that know the first piece, in the order of all."""
+        if not pieces:
+            return []
+        first, known = pieces[0], self._known
+        return [replica for replica in loads if replica in known and first in known[replica]]
 
     def _score(self, replica: PeerKey, load: int, pieces: Sequence[int]) -> tuple[float, int]:
         known, last = self._match(replica, pieces)

@@ -7,7 +7,8 @@ coordinator that was restarted, matches nothing.
 A replica that is lost takes all it had along, and which of them it was lost of is not known. Each
 request counts the replicas it was lost with since its last token; one that has several is tried
 apart from others of that kind, so that the count of the innocent goes back to 0 and that of the
-guilty goes on to MAX_ATTEMPTS.
+guilty goes on to MAX_ATTEMPTS. A replica that had not even accepted it counts little: when many are
+lost at once, a request may be given to several of them that are dead already.
 """
 
 import itertools
@@ -47,6 +48,9 @@ RETRY_AFTER_S = 1.0
 MAX_ATTEMPTS = 4
 """Replicas a request may be lost with, without a token in between, before it is their cause."""
 
+UNACCEPTED_LOSS = 0.25
+"""What a replica counts that had not accepted the request."""
+
 TRIED_APART = 2
 """After so many losses a replica is given no other such request before this one has a token."""
 
@@ -67,8 +71,9 @@ class OpenRequest:
         self.output.frombytes(submit.delivered)
         self.replica: PeerKey | None = None
         self.attempts = 0
-        self.losses = 0  # since the last token
+        self.losses = 0.0  # since the last token
         self.accepted = False
+        self.accepted_here = False  # by the replica that has it now
         self.aborting = False
         self.claimed = True  # whether its client, if it came back, has asked for it again
         self.num_bytes = _num_bytes(submit.prompt)
@@ -138,6 +143,7 @@ class Routing:
         self._by_wire_id: dict[RequestId, OpenRequest] = {}
         self._by_client: dict[ClientKey, dict[RequestId, OpenRequest]] = {}
         self._by_replica: dict[PeerKey, dict[int, OpenRequest]] = {}  # in the order of their names
+        self._loads: dict[PeerKey, int] = {}  # how many each has, in that order, too
         self._names: dict[PeerKey, str] = {}  # of the replicas
         self._weights: dict[PeerKey, int] = {}  # the version that made a replica's last token
         self._unassigned: dict[int, OpenRequest] = {}
@@ -193,10 +199,12 @@ class Routing:
         replica = self._placement.choose(loads, request.submit.prompt)
         self._take_up(request)
         request.replica = replica
+        request.accepted_here = False
         request.attempts += 1
         if request.is_suspect:
             self._on_trial[replica] = request
         self._by_replica[replica][request.number] = request
+        self._loads[replica] += 1
         self._by_wire_id[request.wire_id] = request
         return replica
 
@@ -213,8 +221,13 @@ class Routing:
         """Return a client's request by the client's own id."""
         return self._by_client.get(client, {}).get(request_id)
 
+    def is_open(self, request: OpenRequest) -> bool:
+        """Return whether a request has not been closed."""
+        return self.of_client(request.client, request.client_id) is request
+
     def accept(self, request: OpenRequest, accepted: Accepted) -> Accepted | None:
         """Note that a replica took it; returns what to tell the client, once a request."""
+        request.accepted_here = True
         params = msgspec.structs.replace(request.submit.params, seed=accepted.seed)
         request.submit = msgspec.structs.replace(request.submit, params=params)
         if request.accepted:
@@ -263,10 +276,12 @@ class Routing:
         # The shorter name first: so replica-2 comes before replica-10.
         order = sorted(joined, key=lambda key: (len(self._names[key]), self._names[key]))
         self._by_replica = {key: joined[key] for key in order}
+        self._loads = {key: len(joined[key]) for key in order}
 
     def replica_left(self, replica: PeerKey) -> tuple[list[OpenRequest], list[OpenRequest]]:
         """A replica is gone: returns its requests to give away again, and those to fail."""
         lost = self._by_replica.pop(replica, {}).values()
+        self._loads.pop(replica, None)
         self._names.pop(replica, None)
         self._weights.pop(replica, None)
         self._on_trial.pop(replica, None)
@@ -276,7 +291,7 @@ class Routing:
         for request in _by_age(lost):
             del self._by_wire_id[request.wire_id]
             request.replica = None
-            request.losses += 1
+            request.losses += 1.0 if request.accepted_here else UNACCEPTED_LOSS
             self._put(request)
             (again if request.losses < MAX_ATTEMPTS else hopeless).append(request)
         return again, hopeless
@@ -305,11 +320,9 @@ class Routing:
             self._placement.forget(replica)
 
     def _loads_for(self, request: OpenRequest) -> dict[PeerKey, int]:
-        loads = {replica: len(mine) for replica, mine in self._by_replica.items()}
-        if request.is_suspect:
-            for replica in self._on_trial:
-                del loads[replica]
-        return loads
+        if not request.is_suspect:
+            return self._loads
+        return {key: load for key, load in self._loads.items() if key not in self._on_trial}
 
     def _note_weights(self, request: OpenRequest, version: int) -> None:
         replica = request.replica
@@ -335,7 +348,8 @@ class Routing:
         self._end_trial(request)
         if request.replica is not None:
             self._by_wire_id.pop(request.wire_id, None)
-            self._by_replica.get(request.replica, {}).pop(request.number, None)
+            del self._by_replica[request.replica][request.number]
+            self._loads[request.replica] -= 1
 
     def _put(self, request: OpenRequest) -> None:
         waiting = self._suspects if request.is_suspect else self._unassigned
@@ -346,7 +360,7 @@ class Routing:
         self._suspects.pop(request.number, None)
 
     def _acquit(self, request: OpenRequest) -> None:
-        request.losses = 0
+        request.losses = 0.0
         self._end_trial(request)
 
     def _end_trial(self, request: OpenRequest) -> None:

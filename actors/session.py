@@ -93,6 +93,8 @@ of the 1,024 descriptors that a process has by default."""
 LOG_INTERVAL_S = 1.0
 """One line in so many seconds is logged about frames that are refused."""
 
+EVENTS_AT_ONCE = 64
+
 GOODBYE_S = 1.0
 """How long peers may take to read their last words."""
 
@@ -280,10 +282,20 @@ class _Speaker(ABC):
 
     async def _deliver_all(self) -> None:
         while True:
-            event, flow = await self._events_out.receive()
-            await self._deliver(event)
-            if flow is not None:
-                self._count(event.peer, flow)
+            for event, flow in await self._events():
+                await self._deliver(event)
+                if flow is not None:
+                    self._count(event.peer, flow)
+
+    async def _events(self) -> list[tuple[Event, _Flow | None]]:
+        """Wait for an event, and return what is there: to wait for each costs a task switch."""
+        events = [await self._events_out.receive()]
+        while len(events) < EVENTS_AT_ONCE:
+            try:
+                events.append(self._events_out.receive_nowait())
+            except trio.WouldBlock:
+                break
+        return events
 
     @abstractmethod
     def _count(self, peer: PeerKey, flow: _Flow) -> None:

@@ -643,7 +643,8 @@ async def test_a_request_that_loses_every_replica_is_failed_after_some(stage: St
     for _ in range(MAX_ATTEMPTS):
         assert client.ends == {}
         replica = await stage.replica()
-        assert len(replica.given) == 1
+        (request,) = replica.given
+        await replica.accept(request)
         await replica.leave()
     assert client.ended(FinishReason.ERROR) == ["r"]
     assert client.failure().code == "RequestFailed"
@@ -1196,6 +1197,23 @@ async def test_a_client_that_has_not_read_yet_is_told_to_try_later_and_may_go_on
     assert client.output["t"] == [7]
 
 
+async def test_a_client_that_is_given_up_while_its_requests_end_hears_one_end_of_each(
+    stage: Stage,
+) -> None:
+    client, replica = await stage.client(), await stage.replica()
+    for name in "rst":
+        await client.submit(name)
+    gate = stop_reading(client)
+    await stream(replica, replica.given[:1], 0, MAX_UNREAD_FRAMES)
+    await client.say(*(Abort(request_id=name) for name in "rst"))
+    await replica.leave()
+    gate.set()
+    await client.end("t")
+    assert len(client.ends) == 3
+    assert client.ended(FinishReason.ABORT) == ["r"]
+    assert stage.details()["open_requests"] == 0
+
+
 async def test_a_client_that_loses_its_session_over_it_is_told_all_the_same(
     autojump_clock: MockClock, stage: Stage
 ) -> None:
@@ -1540,3 +1558,47 @@ async def test_choices_of_a_prompt_go_to_one_replica_until_its_cache_is_dropped(
         await stage.ref.ask(Suspend(kv=KVLevel.DROP))
         await client.submit("s")
         assert (len(one.given), len(other.given)) == (4, 1)
+
+
+# Many.
+
+
+async def test_sixty_four_replicas_and_ten_thousand_open_requests_are_no_crowd() -> None:
+    """Each replica says a token of all its requests, half of them leave, and all end."""
+    async with open_stage() as stage:
+        clients = [await stage.client(f"client {number}") for number in range(4)]
+        replicas = [await stage.replica(f"replica-{number}") for number in range(64)]
+        for number in range(2500):
+            for client in clients:
+                await client.connection.send(submit(str(number)))
+        await wait_all_tasks_blocked()
+        assert stage.details()["open_requests"] == 10_000
+        assert {len(replica.given) for replica in replicas} == {156, 157}
+
+        await say_a_token_of_all(replicas, 0)
+        for replica in replicas[32:]:
+            replica.connection.close()
+        await wait_all_tasks_blocked()
+        assert stage.details()["requests_retried"] >= 5000  # some of them twice
+        assert stage.details()["open_requests"] == 10_000
+        await say_a_token_of_all(replicas[:32], 1, finish=FinishReason.STOP)
+        while stage.details()["open_requests"]:  # those that were tried apart
+            await say_a_token_of_all(replicas[:32], 1, finish=FinishReason.STOP)
+
+        for client in clients:
+            assert list(client.output.values()) == [[0, 1]] * 2500
+            assert len(client.ended(FinishReason.STOP)) == 2500
+        assert stage.details()["open_requests"] == 0
+        assert stage.cell.lives == 1
+
+
+async def say_a_token_of_all(
+    replicas: Sequence[Replica], token: int, finish: FinishReason | None = None
+) -> None:
+    """Have each replica say one step, of all the requests it was ever given."""
+    for replica in replicas:
+        deltas = [
+            tokens(request, token, token, finish=finish).deltas[0] for request in replica.given
+        ]
+        await replica.connection.send(TokensOut(deltas=tuple(deltas)))
+    await wait_all_tasks_blocked()

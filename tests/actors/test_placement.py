@@ -141,10 +141,10 @@ def test_an_unknown_prompt_goes_to_the_least_loaded() -> None:
 
 
 def test_a_prompt_of_nothing_goes_to_the_least_loaded() -> None:
-    policy = aware(weight=1.0)
-    owner(policy, A, LONG)
-    assert policy.choose(loads(2, 1, 0), ids()) == A  # at that weight load counts for nothing
-    assert aware().choose(loads(2, 1, 0), ids()) == C
+    for weight in (0.0, 0.5, 1.0):
+        policy = aware(weight)
+        owner(policy, A, LONG)
+        assert policy.choose(loads(2, 1, 0), ids()) == C
 
 
 def test_an_equal_prompt_goes_where_the_first_went() -> None:

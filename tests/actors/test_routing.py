@@ -5,7 +5,13 @@ import msgspec
 import pytest
 
 from callboard.actors.placement import LeastLoaded, PeerKey, PrefixAware
-from callboard.actors.routing import MAX_ATTEMPTS, OpenRequest, Routing, repeats
+from callboard.actors.routing import (
+    MAX_ATTEMPTS,
+    UNACCEPTED_LOSS,
+    OpenRequest,
+    Routing,
+    repeats,
+)
 from callboard.messages.base import pack_ids, unpack_ids
 from callboard.messages.errors import Failure, MailboxFull, OutOfBlocks, RequestError
 from callboard.messages.requests import (
@@ -261,8 +267,21 @@ def test_a_request_that_is_lost_with_every_replica_is_given_up() -> None:
     for loss in range(1, MAX_ATTEMPTS + 1):
         made.replica_joined(A, A.decode())
         made.assign(request)
+        made.accept(request, accepted(request))
         again, hopeless = made.replica_left(A)
         assert (again, hopeless) == (([request], []) if loss < MAX_ATTEMPTS else ([], [request]))
+
+
+def test_a_replica_that_had_not_accepted_a_request_counts_little() -> None:
+    made = routing()
+    request = made.submit(CLIENT, submit(), 0.0)
+    most = int(MAX_ATTEMPTS / UNACCEPTED_LOSS)
+    for loss in range(1, most + 1):
+        made.replica_joined(A, A.decode())
+        assert made.next_to_assign() is request
+        made.assign(request)
+        again, hopeless = made.replica_left(A)
+        assert (again, hopeless) == (([request], []) if loss < most else ([], [request]))
 
 
 def test_a_request_that_got_on_meanwhile_is_not_given_up() -> None:
@@ -277,6 +296,9 @@ def test_a_request_that_got_on_meanwhile_is_not_given_up() -> None:
 
 def lose(made: Routing, replica: PeerKey = A) -> list[OpenRequest]:
     """Lose a replica and have it back; returns the requests that were given up."""
+    for request in made.open_requests():
+        if request.replica == replica:
+            made.accept(request, accepted(request))
     _, hopeless = made.replica_left(replica)
     for request in hopeless:
         made.close(request)
@@ -407,6 +429,7 @@ def check_tables(made: Routing, replicas: set[PeerKey]) -> None:
     requests = made.open_requests()
     assert made.num_open == len(requests)
     assert set(made._by_replica) == replicas
+    assert made._loads == {replica: len(mine) for replica, mine in made._by_replica.items()}
     for request in requests:
         assert made.of_client(request.client, request.client_id) is request
         if request.replica is None:

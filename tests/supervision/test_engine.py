@@ -428,6 +428,47 @@ async def test_cancelling_whoever_reads_a_stream_frees_what_it_held(engine: Engi
     assert await all_is_free(engine)
 
 
+async def coordinator(engine: Engine) -> dict[str, Any]:
+    """Return what status says of the coordinator."""
+    tree = (await engine.status()).tree
+    return next(dict(node.details) for node in tree.children if node.name == "coordinator")
+
+
+async def test_streams_go_on_when_their_connection_broke_and_nothing_runs_twice(
+    engine: Engine,
+) -> None:
+    async with (
+        engine.submit([5], max_tokens=200) as stream,
+        engine.submit([300], max_tokens=200) as other,
+    ):
+        for _ in range(3):
+            await anext(stream)
+            engine._connection._lose("cut off")
+            engine._connection._say_hello()  # which it does within a second by itself
+
+        assert (await stream.completion()).token_ids == list(range(6, 206))
+        assert (await other.completion()).token_ids == list(range(301, 501))
+    counts = await coordinator(engine)
+    assert counts["requests_taken"] == 2
+    assert counts["requests_resumed"] >= 2
+    assert await all_is_free(engine)
+
+
+async def test_a_stream_that_was_left_while_the_connection_was_broken_is_aborted(
+    engine: Engine, runner: GatedRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("callboard.actors.coordinator.GRACE_S", 0.05)
+    runner.gate.clear()
+    async with engine.submit([5], max_tokens=250):
+        engine._connection._lose("cut off")
+    engine._connection._say_hello()
+
+    while not (await coordinator(engine))["requests_aborted"]:
+        await trio.lowlevel.checkpoint()
+    runner.gate.set()
+    assert await eventually_free(engine)
+
+
 async def test_cancelling_who_waits_to_be_heard_takes_no_time(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
