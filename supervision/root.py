@@ -45,6 +45,8 @@ from callboard.supervision.supervisor import (
 FromOperator = Verb | GetStatus | AbortRequests
 ToOperator = ControlReply
 
+MAX_OPERATORS = 64
+
 REPLICAS = "replicas"
 """The name of the supervisor whose children are the replicas."""
 
@@ -113,6 +115,7 @@ class Root(Supervisor):
             outboxes={Role.OPERATOR: ToOperator},
             welcome=self._welcome,
             deliver=LocalRef[Message](self.cell).tell,
+            max_peers=MAX_OPERATORS,
         )
         self.control_endpoint = self._listener.endpoint
         self.spawn(self._listener.run)

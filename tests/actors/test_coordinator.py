@@ -295,6 +295,7 @@ async def test_a_request_goes_to_a_replica_and_its_tokens_to_the_client(stage: S
         "requests_taken": 1,
         "replicas": 1,
         "frames_refused": 0,
+        "peers_cut_off": 0,
     }
 
 
