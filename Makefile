@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check format env model bench gpu-check clean
+.PHONY: demo test check format env model bench fuzz gpu-check clean
 
 env: .venv/installed
 
@@ -35,6 +35,11 @@ bench: model
 	$(BIN)/python docs/benchmarks/scheduling.py
 	$(BIN)/python docs/benchmarks/coordinator.py
 	$(BIN)/python docs/benchmarks/steps.py
+
+# Nonsense at a server's port; see docs/benchmarks/README.md.
+FRAMES ?= 1000000
+fuzz: env
+	$(BIN)/python docs/benchmarks/fuzz.py --frames $(FRAMES)
 
 # Needs a CUDA machine and whatever torch and flash-attn it has; see docs/how-to/gpu-check.md.
 gpu-check:

@@ -95,15 +95,26 @@ def is_key(text: str) -> bool:
     return True
 
 
-def answer_zap(request: list[bytes], allowed: AllowList) -> list[bytes] | None:
-    """Return the frames of the answer to a request; None when it is no request at all."""
+class ZapAnswer(msgspec.Struct, frozen=True):
+    """The answer to one of libzmq's questions, and what a log may say about it."""
+
+    frames: list[bytes]
+    is_allowed: bool
+    public: str  # "" where the question was about no key
+    address: str
+
+
+def answer_zap(request: list[bytes], allowed: AllowList) -> ZapAnswer | None:
+    """Return the answer to a request; None when it is no request at all."""
     if len(request) < 4:
         return None
     public = _public_key(request)
     is_allowed = public is not None and allowed.find(public) is not None
     status = (b"200", b"OK") if is_allowed else (b"400", b"this key is not on the list")
     user = public.encode() if public is not None and is_allowed else b""
-    return [request[0], b"", _ZAP_VERSION, request[3], *status, user, b""]
+    frames = [request[0], b"", _ZAP_VERSION, request[3], *status, user, b""]
+    address = request[5].decode(errors="replace") if len(request) > 5 else ""
+    return ZapAnswer(frames, is_allowed, public or "", address)
 
 
 def _public_key(request: list[bytes]) -> str | None:

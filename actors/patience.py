@@ -21,23 +21,27 @@ MAX_KNOWN = 4096
 class Patience:
     """What is left of it for each peer, by the key of the peer's connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, burst: int = BURST, regained_per_s: float = REGAINED_PER_S) -> None:
+        self._burst = burst
+        self._regained_per_s = regained_per_s
         self._left: dict[bytes, tuple[float, float]] = {}  # how much, and when that was
-        self._exhausted: dict[bytes, None] = {}
-
-    def has_run_out(self, peer: bytes) -> bool:
-        """Return whether the peer is not listened to any more."""
-        return peer in self._exhausted
+        self._given_up: dict[bytes, None] = {}
 
     def spend(self, peer: bytes, now: float) -> bool:
-        """Count some nonsense; False when that was too much, for good."""
-        left, since = self._left.pop(peer, (float(BURST), now))
-        left = min(BURST, left + (now - since) * REGAINED_PER_S) - 1
-        if left >= 0:
-            _remember(self._left, peer, (left, now))
-            return True
-        _remember(self._exhausted, peer, None)
-        return False
+        """Count some nonsense; False when that was too much."""
+        left, since = self._left.pop(peer, (float(self._burst), now))
+        left = min(self._burst, left + (now - since) * self._regained_per_s)
+        is_left = left >= 1
+        _remember(self._left, peer, (left - is_left, now))
+        return is_left
+
+    def give_up(self, peer: bytes) -> None:
+        """Do not listen to a peer any more."""
+        _remember(self._given_up, peer, None)
+
+    def has_given_up(self, peer: bytes) -> bool:
+        """Return whether the peer is not listened to any more."""
+        return peer in self._given_up
 
 
 class Rarely:

@@ -90,6 +90,9 @@ MAX_PEERS = 512
 """How many peers of one role a listener welcomes: together with those under way they need not all
 of the 1,024 descriptors that a process has by default."""
 
+WHO_ARE_YOU_PER_S = 10.0
+"""How often a peer without a session is asked who it is, after the first few times."""
+
 LOG_INTERVAL_S = 1.0
 """One line in so many seconds is logged about frames that are refused."""
 
@@ -379,6 +382,7 @@ class Listener(_Speaker):
         self._peers: dict[PeerKey, _Peer] = {}
         self._max_peers = max_peers
         self._patience = Patience()
+        self._strangers = Patience(regained_per_s=WHO_ARE_YOU_PER_S)
         self._log_rarely = Rarely(LOG_INTERVAL_S)
         self.peers_cut_off = 0
         self._departure = trio.Event()
@@ -490,7 +494,7 @@ class Listener(_Speaker):
             return []
 
     def _take(self, key: PeerKey, frame: bytes) -> None:
-        if self._patience.has_run_out(key):
+        if self._patience.has_given_up(key):
             self.frames_refused += 1  # it was cut off, and this was under way
             return
         peer = self._peers.get(key)
@@ -516,7 +520,7 @@ class Listener(_Speaker):
             case Hello():
                 self._greet(key, message)
             case _ if peer is None:
-                self._answer_nonsense(key, WhoAreYou())
+                self._ask_who(key)
             case Ping():
                 self._reply(key, Pong())
             case Credit(taken=taken):
@@ -617,6 +621,11 @@ class Listener(_Speaker):
             log.info("frame refused", reason=str(error), count=count, lines_left_out=left_out)
         self._answer_nonsense(key, FrameRefused(failure=Failure.of(error)))
 
+    def _ask_who(self, key: PeerKey) -> None:
+        """Answer a peer without a session: it may have many frames under way, which say no more."""
+        if self._strangers.spend(key, trio.current_time()):
+            self._reply(key, WhoAreYou())
+
     def _answer_nonsense(self, key: PeerKey, answer: Message) -> None:
         if self._spend_patience(key):
             self._reply(key, answer)
@@ -626,6 +635,7 @@ class Listener(_Speaker):
         if self._patience.spend(key, trio.current_time()):
             return True
         self.peers_cut_off += 1
+        self._patience.give_up(key)
         self.drop(key, "too much of what it says is no message for us")
         self._port.cut(key)
         return False
@@ -796,6 +806,7 @@ class Connection(_Speaker):
             case Welcome():
                 self._be_welcomed(message)
             case Unwelcome(failure=failure):
+                self._lose(failure.message, for_good=True)
                 self._be_refused(failure.error())
             case WhoAreYou():
                 self._lose("the server does not know us any more")

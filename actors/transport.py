@@ -21,10 +21,12 @@ from callboard.actors.curve import (
     AllowList,
     ClientKeys,
     ServerKeys,
+    ZapAnswer,
     answer_zap,
     roles_of,
 )
 from callboard.actors.door import Door
+from callboard.actors.patience import Rarely
 from callboard.actors.zmq_socket import (
     EndpointError,
     PeerGone,
@@ -33,12 +35,16 @@ from callboard.actors.zmq_socket import (
     ZmqSocket,
     open_zmq_context,
 )
+from callboard.logs import get_logger
 from callboard.messages.errors import AccessDenied
 from callboard.messages.membership import Role
 
 T = TypeVar("T")
 
 DOOR_INTERVAL_S = 1.0
+LOG_INTERVAL_S = 1.0
+
+log = get_logger()
 
 FRAMES_PER_RECEIVE = 64
 LINGER_S = 1.0
@@ -194,6 +200,7 @@ async def open_zmq_network(
 
 async def _authenticate(authenticator: ZmqSocket, allowed: AllowList) -> None:
     """Answer libzmq's question about every client that connects."""
+    rarely = Rarely(LOG_INTERVAL_S)
     with authenticator:
         while True:
             requests = await authenticator.receive_batch(FRAMES_PER_RECEIVE)
@@ -201,7 +208,17 @@ async def _authenticate(authenticator: ZmqSocket, allowed: AllowList) -> None:
             for request in requests:
                 answer = answer_zap(request, allowed)
                 if answer is not None:
-                    _answer(authenticator, answer)
+                    _log_refused(answer, rarely)
+                    _answer(authenticator, answer.frames)
+
+
+def _log_refused(answer: ZapAnswer, rarely: Rarely) -> None:
+    if answer.is_allowed:
+        return
+    left_out = rarely.due(trio.current_time())
+    if left_out is not None:
+        key, address = answer.public, answer.address
+        log.warning("key refused", key=key, address=address, lines_left_out=left_out)
 
 
 def _answer(authenticator: ZmqSocket, answer: list[bytes]) -> None:
@@ -225,7 +242,7 @@ class _ZmqServerPort:
 
     async def receive(self) -> list[tuple[PeerKey, bytes]]:
         messages = await self._router.receive_frames(FRAMES_PER_RECEIVE)
-        return [self._arrived(frames) for frames in messages]
+        return [(self._sender(frames), _body(frames)) for frames in messages]
 
     def send_nowait(self, peer: PeerKey, frame: bytes) -> None:
         routing_id = peer if self._allowed is None else peer[:-KEY_CHARS]
@@ -273,18 +290,18 @@ class _ZmqServerPort:
     def close(self) -> None:
         self._router.close(linger_s=LINGER_S)
 
-    def _arrived(self, frames: list[zmq.Frame]) -> tuple[PeerKey, bytes]:
+    def _sender(self, frames: list[zmq.Frame]) -> PeerKey:
         peer = frames[0].bytes
         if self._allowed is not None:
             peer += str(frames[-1].get("User-Id")).encode()
         if peer not in self._fds:
             self._note_events()
-            self._note_fd(peer, int(frames[-1].get(zmq.SRCFD)))
-        # Whoever sends more or fewer parts than one body is not one of ours; the session refuses
-        # the empty frame this becomes.
-        return peer, frames[1].bytes if len(frames) == 2 else b""
+            self._note_fd(peer, _source_fd(frames[-1]))
+        return peer
 
-    def _note_fd(self, peer: PeerKey, fd: int) -> None:
+    def _note_fd(self, peer: PeerKey, fd: int | None) -> None:
+        if fd is None:
+            return
         self._forget(fd)
         self._fds[peer] = fd
         self._peers[fd] = peer
@@ -318,6 +335,25 @@ class _ZmqServerPort:
         for fd in fds:
             if fd in self._door:
                 _shut_down(fd, self.endpoint)
+
+
+def _body(frames: list[zmq.Frame]) -> bytes:
+    # Whoever sends more or fewer parts than one body is not one of ours; the session refuses the
+    # empty frame this becomes.
+    return frames[1].bytes if len(frames) == 2 else b""
+
+
+def _source_fd(frame: zmq.Frame) -> int | None:
+    """Return the descriptor of the connection a frame came over.
+
+    libzmq does not know it of peers that speak a version of its protocol from before 2013, or noise
+    that can pass for it: they have no session that lasts, since nobody can vouch for them. Where
+    there are keys, libzmq does not take them.
+    """
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return None
 
 
 def _shut_down(fd: int, endpoint: str) -> None:

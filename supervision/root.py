@@ -52,6 +52,8 @@ ToOperator = ControlReply
 PREPARE_SHARE = 0.8
 """What part of an update's time parts have to read new weights; the rest is to take or undo."""
 
+MAX_OPERATORS = 64
+
 REPLICAS = "replicas"
 """The name of the supervisor whose children are the replicas."""
 
@@ -120,6 +122,7 @@ class Root(Supervisor):
             outboxes={Role.OPERATOR: ToOperator},
             welcome=self._welcome,
             deliver=LocalRef[Message](self.cell).tell,
+            max_peers=MAX_OPERATORS,
         )
         self.control_endpoint = self._listener.endpoint
         self.spawn(self._listener.run)

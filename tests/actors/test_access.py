@@ -68,6 +68,7 @@ class Place:
         self.network = network
         self.guests = Guests()
         self.events: list[Said | Joined | Left] = []
+        self.heard_there: list[Said | Joined | Left] = []
         self.listener: Listener
         self.nursery = nursery
         self._news = trio.Event()
@@ -87,8 +88,9 @@ class Place:
         self.nursery.start_soon(self.listener.run)
 
     def connect(self, network: ZmqNetwork, role: Role = Role.CLIENT, name: str = "c") -> Connection:
-        async def ignore(event: Said | Joined | Left) -> None:
-            pass
+        async def hear(event: Said | Joined | Left) -> None:
+            self.heard_there.append(event)
+            self._news.set()
 
         connection = Connection(
             self.system,
@@ -98,7 +100,7 @@ class Place:
             name=name,
             inbox=Note,
             outbox=Note,
-            deliver=ignore,
+            deliver=hear,
         )
         self.nursery.start_soon(connection.run)
         return connection
@@ -319,7 +321,9 @@ async def test_a_key_that_is_taken_away_ends_its_sessions_and_no_other() -> None
         del place.guests.keys[CLIENT.public]
         await place.until(lambda: bool(place.heard(Left)))
 
-        [left] = place.heard(Left)
+        await place.until(lambda: any(isinstance(event, Left) for event in place.heard_there))
+        [left] = [event for event in place.heard_there if isinstance(event, Left)]
+        assert left.for_good
         assert left.reason == f"the key {CLIENT.public} is not on the list of this server"
         assert isinstance(await refusal(place, CLIENT), AccessDenied)
         await kept.send(Note(text="I am"))
@@ -419,6 +423,23 @@ async def test_who_speaks_zmq_and_never_says_hello_is_cut_off(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("hasty_door")
+@pytest.mark.parametrize("keyed", [True, False], ids=["keys", "no keys"])
+async def test_noise_that_passes_for_an_old_protocol_is_no_harm(keyed: bool) -> None:
+    """To libzmq a length, flags and so many bytes are a routing id, and then a message."""
+    async with open_place(keyed=keyed) as place, dialing(CLIENT if keyed else None) as network:
+        place.listen()
+        noise = dial(place.listener.endpoint)
+        await noise.send_all(b"\x01\x00" + b"\x04\x00abc" * 3)
+
+        assert await ended(noise)
+
+        assert place.listener.frames_refused == (0 if keyed else 3)
+        connection = place.connect(network)
+        await connection.wait_welcome()
+        connection.close()
+
+
+@pytest.mark.usefixtures("hasty_door")
 async def test_a_crowd_that_says_nothing_keeps_nobody_out() -> None:
     async with open_place(keyed=False) as place, dialing(None) as network:
         place.listen()
@@ -447,6 +468,26 @@ async def test_whose_session_is_over_may_begin_another_one() -> None:
 
         await place.until(lambda: len(place.heard(Joined)) == 2)
         assert place.heard(Joined)[1].peer == place.heard(Joined)[0].peer
+        connection.close()
+
+
+async def test_who_has_much_under_way_when_its_session_ends_is_not_cut_off() -> None:
+    async with open_place(keyed=False) as place, dialing(None) as network:
+        place.listen()
+        connection = place.connect(network)
+        await connection.wait_welcome()
+        await place.until(lambda: len(place.heard(Joined)) == 1)
+
+        place.listener.drop(place.heard(Joined)[0].peer, "to see what happens")
+        for _ in range(500):
+            connection.send_nowait(Note(text="lost"))
+
+        await place.until(lambda: len(place.heard(Joined)) == 2)
+        await place.until(lambda: connection.present)
+        await connection.send(Note(text="not lost"))
+        await place.until(lambda: bool(place.heard(Said)))
+        assert place.heard(Joined)[1].peer == place.heard(Joined)[0].peer
+        assert place.listener.peers_cut_off == 0
         connection.close()
 
 

@@ -80,8 +80,10 @@ def test_a_key_on_the_list_is_let_in_under_its_own_name() -> None:
     answer = answer_zap(request(), List())
 
     assert answer is not None
-    assert answer[:6] == [b"\x00abcd", b"", b"1.0", b"7", b"200", b"OK"]
-    assert answer[6:] == [ALICE.public.encode(), b""]
+    assert answer.is_allowed
+    assert answer.frames[:6] == [b"\x00abcd", b"", b"1.0", b"7", b"200", b"OK"]
+    assert answer.frames[6:] == [ALICE.public.encode(), b""]
+    assert (answer.public, answer.address) == (ALICE.public, "127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -102,8 +104,9 @@ def test_whoever_else_is_not_let_in(asked: list[bytes]) -> None:
     answer = answer_zap(asked, List())
 
     assert answer is not None
-    assert answer[:5] == [b"\x00abcd", b"", b"1.0", b"7", b"400"]
-    assert answer[6] == b""
+    assert not answer.is_allowed
+    assert answer.frames[:5] == [b"\x00abcd", b"", b"1.0", b"7", b"400"]
+    assert answer.frames[6] == b""
 
 
 def test_what_is_no_request_is_not_answered() -> None:

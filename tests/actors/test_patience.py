@@ -5,7 +5,7 @@ def test_some_nonsense_is_answered_and_then_no_more() -> None:
     patience = Patience()
 
     assert [patience.spend(b"peer", 0.0) for _ in range(BURST + 1)] == [True] * BURST + [False]
-    assert patience.has_run_out(b"peer")
+    assert not patience.has_given_up(b"peer")
 
 
 def test_it_comes_back_with_time() -> None:
@@ -38,19 +38,33 @@ def test_peers_have_their_own() -> None:
         pass
 
     assert patience.spend(b"two", 0.0)
-    assert not patience.has_run_out(b"two")
+
+
+def test_how_much_there_is_can_be_chosen() -> None:
+    patience = Patience(burst=2, regained_per_s=10.0)
+
+    assert [patience.spend(b"peer", 0.0) for _ in range(3)] == [True, True, False]
+    assert patience.spend(b"peer", 0.1)
+
+
+def test_who_is_given_up_stays_so() -> None:
+    patience = Patience()
+
+    patience.give_up(b"one")
+
+    assert patience.has_given_up(b"one")
+    assert not patience.has_given_up(b"two")
 
 
 def test_a_limited_number_of_peers_is_remembered() -> None:
     patience = Patience()
-    for number in range(2 * MAX_KNOWN):
-        peer = number.to_bytes(4, "big")
-        while patience.spend(peer, 0.0):
-            pass
+    peers = [number.to_bytes(4, "big") for number in range(2 * MAX_KNOWN)]
+    for peer in peers:
+        patience.spend(peer, 0.0)
+        patience.give_up(peer)
 
-    assert not patience.has_run_out((0).to_bytes(4, "big"))
-    assert patience.has_run_out((2 * MAX_KNOWN - 1).to_bytes(4, "big"))
-    assert len(patience._exhausted) == MAX_KNOWN
+    assert [patience.has_given_up(peer) for peer in (peers[0], peers[-1])] == [False, True]
+    assert len(patience._given_up) == len(patience._left) == MAX_KNOWN
 
 
 def test_one_line_in_a_while_is_due_and_says_how_many_were_not() -> None:
