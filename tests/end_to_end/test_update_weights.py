@@ -3,6 +3,7 @@
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,13 @@ from callboard.supervision.root import Root
 OLD, NEW = "random:tiny", "random:tiny#2"
 PROMPTS = [[3 * number + 1, 7, 11 + number] for number in range(4)]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 30}
+
+
+@pytest.fixture(autouse=True)
+def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is offloaded waits for the disk, which these tests are not about."""
+    if Path("/dev/shm").is_dir():
+        monkeypatch.setattr("callboard.gpu.offload._FOLDER", Path("/dev/shm"))
 
 
 @asynccontextmanager
