@@ -207,9 +207,10 @@ class Root(Supervisor):
         if back is None:
             return reply
         self._lifecycle.begin(back)
-        if (await self.relay(back, deadline - trio.current_time())).done:
+        answer = await self.relay(back, deadline - trio.current_time())
+        if answer.done:
             self._lifecycle.reach(back)
-        return _kept(reply, before) if isinstance(step, UpdateWeights) else reply
+        return _kept(reply, before, answer) if isinstance(back, UpdateWeights) else reply
 
     def _way_back(self, step: Verb, reply: ControlReply, before: Weights) -> Verb | None:
         match step:
@@ -318,11 +319,19 @@ def _time_for(step: Verb, deadline: float) -> float:
     return left * PREPARE_SHARE if prepares else left
 
 
-def _kept(reply: ControlReply, weights: Weights) -> ControlReply:
-    """Return the answer to an update that was undone: all replicas have what they had."""
+def _kept(reply: ControlReply, weights: Weights, back: ControlReply) -> ControlReply:
+    """Return the answer to an update that was undone, by what was answered to its undoing."""
     late = f"no answer in time from {', '.join(reply.late)}"
-    why = f"{reply.refused or late}; weights {weights.version} stay in use"
-    return msgspec.structs.replace(reply, refused=why, failure=Failure.of(WeightsError(why)))
+    kept = f"weights {weights.version} stay in use"
+    if back.refused:
+        kept = f"not all replicas have weights {weights.version} again: {back.refused}"
+    why = f"{reply.refused or late}; {kept}"
+    return msgspec.structs.replace(
+        reply,
+        refused=why,
+        failure=Failure.of(WeightsError(why)),
+        late=tuple(dict.fromkeys((*reply.late, *back.late))),
+    )
 
 
 def _sum(so_far: ControlReply, part: ControlReply) -> ControlReply:

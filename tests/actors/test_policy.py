@@ -1205,20 +1205,20 @@ def test_what_other_weights_have_computed_is_not_shared() -> None:
 
 def test_a_row_that_keeps_its_old_keys_shares_none_of_what_it_computes_with_them() -> None:
     replica = Replica(prefix_caching=True)
+    whole = [*range(1, 10), *alone(list(range(1, 10)), 30)]
     replica.add("old", prompt=9, max_tokens=30)
     for _ in range(2):
         replica.step()
     update_weights(replica, 1, keep_kv=True)
-    replica.add("new", prompt=9, max_tokens=1)  # fills and shares blocks of the same tokens
+    replica.add("new", prompt=whole[:13], max_tokens=1)  # the beginning of what "old" will fill
     replica.drain()
-    replica.add("later", prompt=[*range(1, 10), *replica.output["old"]], max_tokens=2)
+    replica.add("later", prompt=whole[:30], max_tokens=2)
 
     step = replica.step()
 
     assert step is not None
-    assert step.admits[0].cached_tokens == 8  # what "new" computed, and none of what "old" did
-    replica.drain()
-    assert replica.output["old"] == alone(list(range(1, 10)), 30)
+    assert step.admits[0].cached_tokens == 12  # what "new" computed, and none of what "old" did
+    assert [*range(1, 10), *replica.output["old"]] == whole
 
 
 def test_a_row_evicted_after_an_update_is_computed_and_shared_by_the_new_weights() -> None:

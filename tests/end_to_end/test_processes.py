@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from callboard.messages.codec import decode_body, decode_frame
 from callboard.messages.control import ControlReply, ReplicaStatus, State, StatusReply
 from callboard.messages.membership import FrameRefused
 from callboard.messages.requests import FinishReason
-from callboard.supervision.engine import Engine, connect
+from callboard.supervision.engine import Engine, connect, open_engine
 from callboard.supervision.stream import RequestStream
 
 CALLBOARD = [sys.executable, "-m", "callboard"]
@@ -268,6 +269,55 @@ async def test_streams_go_on_after_their_replica_stood_still(server: Server) -> 
 
             assert (await replica(engine)).pid == pid
     assert len(answer.token_ids) == GREEDY["max_tokens"]
+
+
+# New weights
+
+
+async def test_two_processes_change_their_weights_under_open_requests_and_keep_them(
+    tmp_path: Path,
+) -> None:
+    small = ("--model", "random:tiny", "--kv-cache-gb", "0.02", "--listen", "tcp://127.0.0.1:0")
+    with serve(tmp_path, *small, "--replicas", "2") as pair, trio.fail_after(2 * START_S):
+        pair.wait_ready()
+        command = partial(run, endpoint=pair.endpoint)
+        refused = await trio.to_thread.run_sync(command, "update-weights", "random:tiny#2")
+        async with connect(pair.endpoint) as engine:
+            streams = [
+                await engine.add_request(f"{number}", prompt, temperature=0.0, max_tokens=600)
+                for number, prompt in enumerate(PROMPTS)
+            ]
+            for stream in streams:
+                await read(stream, 5)
+            await engine.pause()
+            missing = await trio.to_thread.run_sync(command, "update-weights", "missing")
+            done = await trio.to_thread.run_sync(
+                command, "update-weights", "random:tiny#2", "--version", "4"
+            )
+            status = await engine.status()
+            await engine.unpause()
+            answers = [await stream.completion() for stream in streams]
+
+            os.kill(status.replicas[1].pid, signal.SIGKILL)
+            again = await engine.generate(PROMPTS[:4], temperature=0.0, max_tokens=20)
+            after = await engine.status()
+
+    assert (refused.returncode, missing.returncode, done.returncode) == (1, 1, 0)
+    assert refused.stderr == (
+        "callboard: update-weights refused: the tree is running: pause first\n"
+    )
+    assert "missing: no such file or folder; weights 0 stay in use" in missing.stderr
+    assert done.stdout.startswith("update-weights: now paused (")
+    assert (status.model, status.weights_version) == ("random:tiny#2", 4)
+    assert [one.weights_version for one in status.replicas] == [4, 4]
+    for answer in answers:
+        assert len(answer.token_ids) == 600
+        assert sorted(set(answer.weights_versions or ())) == [0, 4]
+    async with open_engine(model="random:tiny#2", kv_cache_gb=0.02, threads=1) as fresh:
+        wanted = await fresh.generate(PROMPTS[:4], temperature=0.0, max_tokens=20)
+    assert [answer.token_ids for answer in again] == [answer.token_ids for answer in wanted]
+    assert {answer.weights_version for answer in again} == {4}
+    assert after.weights_version == 4
 
 
 # Strangers

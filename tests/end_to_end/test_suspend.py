@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,13 @@ from callboard.supervision.record import Completion
 
 PROMPTS = [[3 * number + 1, 7, 11 + number] for number in range(4)]
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 5, "max_tokens": 40, "logprobs": 2}
+
+
+@pytest.fixture(autouse=True)
+def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is offloaded waits for the disk, which these tests are not about."""
+    if Path("/dev/shm").is_dir():
+        monkeypatch.setattr("callboard.gpu.offload._FOLDER", Path("/dev/shm"))
 
 
 @asynccontextmanager

@@ -39,6 +39,7 @@ COMMANDS = [
     "step",
     "suspend",
     "resume",
+    "update-weights",
     "stop",
     "abort",
     "status",
@@ -244,6 +245,8 @@ def test_version_is_printed(run: Any) -> None:
         (["step", "0"], "N"),
         (["step", "often"], "N"),
         (["suspend", "--kv", "some"], "drop"),
+        (["update-weights"], "SOURCE"),
+        (["update-weights", "new", "--version", "0"], "--version"),
         (["status", "--wait", "happy"], "running"),
         (["status", "--connect", "localhost:7500"], "tcp://HOST:PORT"),
         (["abort"], "--all"),
@@ -360,6 +363,27 @@ def test_what_runs_is_not_stepped(run: Any, server: Server) -> None:
 
     assert (result.code, result.out) == (1, "")
     assert result.err == "callboard: step refused: the tree is running: pause first\n"
+
+
+def test_new_weights_are_named_by_their_source_and_version(run: Any, server: Server) -> None:
+    run("pause")
+
+    done = run("update-weights", "new", "--version", "3", "--keep-kv")
+    next_one = run("update-weights", "newer", "--json")
+
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("update-weights: now paused (")
+    assert (next_one.code, next_one.json["state"]) == (0, "paused")
+    shown = run("status", "--json").json
+    assert (shown["model"], shown["weights_version"]) == ("newer", 4)
+    assert "weights_version=4" in run("status").out
+
+
+def test_what_runs_gets_no_new_weights(run: Any, server: Server) -> None:
+    result = run("update-weights", "new")
+
+    assert (result.code, result.out) == (1, "")
+    assert result.err == "callboard: update-weights refused: the tree is running: pause first\n"
 
 
 def test_suspend_says_how_much_was_freed(run: Any, server: Server) -> None:

@@ -14,7 +14,7 @@ import trio.testing
 import callboard
 from callboard.actors.testing import ScriptedRunner
 from callboard.messages.base import unpack_ids
-from callboard.messages.control import KVLevel, PauseMode, State, WeightsLevel
+from callboard.messages.control import KVLevel, PauseMode, State, Weights, WeightsLevel
 from callboard.messages.errors import (
     ActorStopped,
     ConfigError,
@@ -834,6 +834,31 @@ async def test_suspend_frees_memory_and_says_how_much_and_resume_goes_on(
     assert suspended.bytes_freed == 3000
     assert resumed.state is State.RUNNING
     assert answer.token_ids == list(range(6, 206))
+
+
+async def test_an_update_changes_the_weights_and_tokens_say_which_made_them(
+    engine: Engine, runner: GatedRunner
+) -> None:
+    async with engine.submit([5], max_tokens=50) as stream:
+        await engine.pause()
+        before = stream.record.num_tokens
+        await engine.update_weights("new", version=3)
+        await engine.unpause()
+        answer = await stream.completion()
+
+    assert runner.weights == Weights(source="new", version=3)
+    assert answer.weights_version == 3
+    assert (answer.weights_versions or [3] * 50)[before:] == [3] * (50 - before)
+    assert (await engine.status()).weights_version == 3
+
+
+async def test_an_update_without_a_version_is_one_more(engine: Engine, runner: GatedRunner) -> None:
+    await engine.pause()
+
+    for _ in range(2):
+        await engine.update_weights("new")
+
+    assert runner.weights.version == 2
 
 
 async def test_levels_can_be_given_as_words(engine: Engine, runner: GatedRunner) -> None:

@@ -15,7 +15,7 @@ from callboard.actors.session import Joined, Left
 from callboard.actors.system import ActorSystem, open_system
 from callboard.actors.transport import ZmqNetwork
 from callboard.actors.zmq_socket import open_zmq_context
-from callboard.messages.control import State, Suspend, WeightsLevel
+from callboard.messages.control import State, Suspend, Weights, WeightsLevel
 from callboard.messages.errors import ConfigError, StartFailed, SupervisionError
 from callboard.supervision.process import ReplicaOrder, ReplicaProcess
 from callboard.supervision.settings import Settings
@@ -130,18 +130,23 @@ async def test_a_process_that_is_still_starting_is_killed_at_once_by_a_stop(
 
 
 @pytest.mark.parametrize(
-    ("paused", "suspended"),
+    ("paused", "suspended", "weights"),
     [
-        (False, None),
-        (True, None),
-        (True, Suspend(weights=WeightsLevel.DISCARD)),
+        (False, None, None),
+        (True, None, None),
+        (True, Suspend(weights=WeightsLevel.DISCARD), None),
+        (False, None, Weights(source="new", version=3)),
     ],
 )
 async def test_a_process_is_told_what_it_is_to_be_on_its_standard_input(
-    place: Place, play_replica: Play, paused: bool, suspended: Suspend | None
+    place: Place,
+    play_replica: Play,
+    paused: bool,
+    suspended: Suspend | None,
+    weights: Weights | None,
 ) -> None:
     play_replica(f"head -n 1 > {place.folder}/order; exec sleep 100")
-    place.cell.paused, place.cell.suspended = paused, suspended
+    place.cell.paused, place.cell.suspended, place.cell.weights = paused, suspended, weights
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(place.live)
@@ -150,7 +155,7 @@ async def test_a_process_is_told_what_it_is_to_be_on_its_standard_input(
 
     assert (order.name, order.coordinator) == ("replica-0", "tcp://127.0.0.1:1")
     assert order.settings.model == "a-model"
-    assert (order.paused, order.suspended) == (paused, suspended)
+    assert (order.paused, order.suspended, order.weights) == (paused, suspended, weights)
     assert order.control == f"ipc://{place.folder / 'replica-0.control'}"
 
 

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 from trio.testing import MockClock
@@ -26,14 +27,18 @@ from callboard.messages.control import (
     Stop,
     Suspend,
     Unpause,
+    UpdatePhase,
+    UpdateWeights,
     Verb,
     WeightsLevel,
 )
 from callboard.messages.errors import (
     ActorStopped,
     DeadlineExceeded,
+    Failure,
     RequestError,
     StartFailed,
+    WeightsError,
 )
 from callboard.messages.membership import Role
 from callboard.supervision.root import (
@@ -58,6 +63,7 @@ class Script:
         self.start_error: Exception | None = None
         self.verb_s = 0.0
         self.deaf = False
+        self.cannot: Verb | None = None
         self.frees = 0
         self.steps = 0
         self.details: dict[str, int | float | str] = {}
@@ -83,6 +89,11 @@ class Part(Actor[AbortRequests]):
         if not isinstance(verb, Verb):
             return await super().obey(verb)
         self._diary.append(verb)
+        if verb == self._script.cannot:
+            error = WeightsError(f"{self.name}: new.safetensors: no such file")
+            return msgspec.structs.replace(
+                self.ack(verb), refused=str(error), failure=Failure.of(error)
+            )
         if self._script.deaf:
             self.defer()
             return None
@@ -285,6 +296,134 @@ async def test_suspend_pauses_first_and_says_what_was_freed(
     assert theatre.diary[0::2] == [Pause(), verb]
     assert reply.bytes_freed >= 100
     assert [child.name for child in reply.children] == ["a", "b"]
+
+
+def update(
+    phase: UpdatePhase = UpdatePhase.PREPARE, *, source: str = "new", version: int = 1
+) -> UpdateWeights:
+    return UpdateWeights(source=source, version=version, phase=phase)
+
+
+PREPARE, COMMIT, CANCEL = (update(phase) for phase in UpdatePhase)
+
+
+async def test_new_weights_are_prepared_by_all_and_then_used_by_all(
+    autojump_clock: MockClock, theatre: Theatre
+) -> None:
+    operator = await theatre.open("a", "b")
+    running = await ask(operator, update(version=0))
+    await ask(operator, Pause())
+    theatre.diary.clear()
+
+    done = await ask(operator, update(version=0))
+    again = await ask(operator, update())
+
+    assert running.refused == "the tree is running: pause first"
+    assert (done.verb, done.state, done.done) == ("update-weights", State.PAUSED, True)
+    assert theatre.diary == [PREPARE, PREPARE, COMMIT, COMMIT]
+    assert again.done
+    shown = await status(operator)
+    assert (shown.model, shown.weights_version) == ("new", 1)
+
+
+@pytest.mark.parametrize("state", [State.PAUSED, State.SUSPENDED])
+async def test_weights_that_one_part_cannot_use_are_used_by_none(
+    autojump_clock: MockClock, theatre: Theatre, state: State
+) -> None:
+    operator = await theatre.open("a", "b")
+    await ask(operator, Pause() if state is State.PAUSED else Suspend())
+    theatre.scripts["b"].cannot = PREPARE
+    theatre.diary.clear()
+
+    reply = await ask(operator, PREPARE)
+
+    assert reply.refused == "b: new.safetensors: no such file; weights 0 stay in use"
+    assert reply.failure == Failure.of(WeightsError(reply.refused))
+    assert reply.state is state
+    assert [child.failure for child in reply.children] == ["", "b: new.safetensors: no such file"]
+    assert theatre.diary == [PREPARE, PREPARE, CANCEL, CANCEL]
+    shown = await status(operator)
+    assert (shown.model, shown.weights_version) == ("a-model", 0)
+    assert (await ask(operator, Resume())).done
+    assert (await ask(operator, Unpause())).done
+
+
+async def test_weights_that_one_part_has_not_read_in_time_are_used_by_none(
+    autojump_clock: MockClock, theatre: Theatre
+) -> None:
+    operator = await theatre.open("a", "b")
+    await ask(operator, Pause())
+    theatre.scripts["b"].verb_s = 9.0
+    theatre.diary.clear()
+
+    reply = await ask(operator, PREPARE, timeout=10.0)
+
+    assert reply.late == ("b",)
+    assert reply.refused == "no answer in time from b; weights 0 stay in use"
+    assert theatre.diary[:3] == [PREPARE, PREPARE, CANCEL]
+    assert (await ask(operator, Unpause(), timeout=60.0)).done
+
+
+async def test_a_part_that_is_late_to_use_new_weights_holds_everything_up_until_it_does(
+    autojump_clock: MockClock, theatre: Theatre
+) -> None:
+    class LateToCommit(Part):
+        async def obey(self, verb: Any) -> object:
+            self._script.deaf = verb == COMMIT and not theatre.diary.count(COMMIT)
+            return await super().obey(verb)
+
+    late = ChildSpec(name="b", start=lambda: LateToCommit(theatre.scripts["b"], theatre.diary))
+    operator = await theatre.open(late)
+    await ask(operator, Pause())
+
+    reply = await ask(operator, PREPARE, timeout=5.0)
+    held_up = [await ask(operator, verb) for verb in (Unpause(), Step())]
+    theatre.diary.clear()
+    theatre.diary.append(COMMIT)
+    again = await ask(operator, PREPARE)
+
+    assert (reply.late, reply.refused, reply.state) == (("b",), "", State.PAUSED)
+    assert {one.refused for one in held_up} == {
+        "not all replicas are known to have weights 1: repeat update-weights"
+    }
+    assert theatre.diary == [COMMIT, COMMIT]
+    assert again.done
+    assert (await ask(operator, Unpause())).state is State.RUNNING
+
+
+async def test_a_part_that_cannot_use_what_it_prepared_leads_all_back_to_the_old_weights(
+    autojump_clock: MockClock, theatre: Theatre
+) -> None:
+    operator = await theatre.open("a", "b")
+    await ask(operator, Pause())
+    theatre.scripts["b"].cannot = COMMIT
+    theatre.diary.clear()
+
+    reply = await ask(operator, PREPARE)
+
+    back = update(UpdatePhase.COMMIT, source="a-model", version=0)
+    assert reply.refused == "b: new.safetensors: no such file; weights 0 stay in use"
+    assert theatre.diary == [PREPARE, PREPARE, COMMIT, COMMIT, back, back]
+    assert (await status(operator)).weights_version == 0
+    assert (await ask(operator, Unpause())).done
+
+
+async def test_a_resume_that_one_part_refuses_leaves_the_tree_suspended(
+    autojump_clock: MockClock, theatre: Theatre
+) -> None:
+    operator = await theatre.open("a", "b")
+    levels = Suspend(weights=WeightsLevel.DISCARD)
+    await ask(operator, levels)
+    theatre.scripts["b"].cannot = Resume()
+    theatre.diary.clear()
+
+    reply = await ask(operator, Resume())
+    theatre.scripts["b"].cannot = None
+
+    assert reply.refused == "b: new.safetensors: no such file"
+    assert reply.state is State.SUSPENDED
+    assert theatre.diary == [Resume(), Resume(), levels, levels]
+    assert (await ask(operator, Resume())).state is State.RUNNING
 
 
 async def test_a_part_that_is_late_is_named_and_the_verb_can_be_repeated(

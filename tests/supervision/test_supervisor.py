@@ -24,7 +24,10 @@ from callboard.messages.control import (
     Stop,
     Suspend,
     Unpause,
+    UpdatePhase,
+    UpdateWeights,
     Verb,
+    Weights,
 )
 from callboard.messages.errors import (
     ActorFailed,
@@ -32,6 +35,7 @@ from callboard.messages.errors import (
     Failure,
     RestartIntensityReached,
     StartFailed,
+    WeightsError,
 )
 from callboard.supervision.spec import ChildSpec, Intensity, Restart, Strategy
 from callboard.supervision.supervisor import Supervisor
@@ -89,6 +93,8 @@ class Part(Actor[Crash | Leave | Work | Where]):
             self._note("is born suspended")
         elif self.cell.paused:
             self._note("is born paused")
+        if self.cell.weights is not None:
+            self._note(f"is born with weights {self.cell.weights.version} in")
         if self._script.start_errors:
             raise self._script.start_errors.popleft()
         await trio.sleep(self._script.start_s)
@@ -132,6 +138,10 @@ class Part(Actor[Crash | Leave | Work | Where]):
         return await self._obey(verb)
 
     async def on_step(self, verb: Step) -> ControlReply | None:
+        return await self._obey(verb)
+
+    async def on_update_weights(self, verb: UpdateWeights) -> ControlReply | None:
+        self._note(verb.phase)
         return await self._obey(verb)
 
     async def _obey(self, verb: Verb) -> ControlReply | None:
@@ -665,6 +675,9 @@ async def test_a_child_that_dies_before_all_are_up_is_restarted_then(
 
 
 PAUSES: list[Verb] = [Pause(), Suspend(), Stop(), Step()]
+PREPARE, COMMIT, CANCEL = (
+    UpdateWeights(source="new", version=3, phase=phase) for phase in UpdatePhase
+)
 GOES_ON: list[Verb] = [Unpause(), Resume()]
 
 
@@ -719,6 +732,140 @@ async def test_acknowledgements_are_merged_with_every_leaf_by_name(
     assert (reply.verb, reply.state) == ("suspend", State.SUSPENDED)
     assert (reply.bytes_freed, reply.requests) == (6, 3)
     assert reply.done
+
+
+@pytest.mark.parametrize("phase", UpdatePhase)
+async def test_ordered_children_get_each_phase_of_an_update_downwards(
+    autojump_clock: MockClock, stage: Stage, phase: UpdatePhase
+) -> None:
+    group = stage.group("group", "b", strategy=Strategy.ONE_FOR_ALL)
+    await stage.play("a", group, "c", strategy=Strategy.REST_FOR_ONE)
+    await stage.ask(Pause())
+    stage.diary.clear()
+
+    reply = await stage.ask(UpdateWeights(source="new", version=3, phase=phase))
+
+    assert stage.seen(phase) == [f"{phase} {name}" for name in "abc"]
+    assert (reply.verb, reply.state, reply.done) == ("update-weights", State.PAUSED, True)
+    assert stage.cell.state is State.PAUSED
+
+
+async def test_a_child_that_cannot_prepare_is_named_with_its_failure(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    why = "b: new.safetensors: tensor 'x' is missing"
+    stage.scripts["b"].answer = ControlReply(
+        verb="update-weights",
+        state=State.PAUSED,
+        refused=why,
+        failure=Failure.of(WeightsError(why)),
+    )
+    await stage.play(stage.group("group", "a", "b"), "c")
+
+    reply = await stage.ask(PREPARE)
+
+    assert reply.refused == why
+    assert reply.failure == Failure.of(WeightsError(why))
+    assert [(child.name, child.failure) for child in reply.children] == [
+        ("a", ""),
+        ("b", why),
+        ("c", ""),
+    ]
+
+
+async def test_a_child_that_dies_of_preparing_is_not_asked_again_and_comes_back_as_it_was(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    await stage.play("a", "b")
+    await stage.ask(Pause())
+    stage.scripts["b"].dies_of = UpdateWeights
+    stage.diary.clear()
+
+    reply = await stage.ask(PREPARE)
+    await stage.settle()
+
+    assert reply.refused == "b: b failed: RuntimeError: ouch"
+    assert reply.failure is not None
+    assert isinstance(reply.failure.error(), WeightsError)
+    assert [entry for entry in stage.seen("prepare", "is", "pause") if entry[-1] == "b"] == [
+        "prepare b",
+        "is born paused b",
+        "pause b",
+    ]
+
+
+async def test_a_child_that_dies_of_committing_comes_back_with_the_new_weights(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    await stage.play("a", "b")
+    await stage.ask(Pause())
+    stage.scripts["b"].dies_of = UpdateWeights
+    stage.diary.clear()
+
+    reply = await stage.ask(COMMIT)
+
+    assert reply.done
+    assert [entry for entry in stage.diary if entry.endswith(" b")] == [
+        "commit b",
+        "updateweights b",
+        "gone b",
+        "starts b",
+        "is born paused b",
+        "is born with weights 3 in b",
+        "up b",
+        "pause b",
+        "commit b",
+        "updateweights b",
+    ]
+
+
+async def test_a_child_restarted_after_an_update_has_the_new_weights_at_any_depth(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    fragile = stage.group("group", "a", intensity=Intensity(restarts=0))
+    await stage.play(fragile)
+    for verb in (Pause(), PREPARE, COMMIT, Unpause()):
+        await stage.ask(verb)
+    stage.diary.clear()
+
+    await stage.tell("a", Crash())
+
+    assert stage.diary == ["gone a", "starts a", "is born with weights 3 in a", "up a"]
+    assert stage.system.cell("a").weights == Weights(source="new", version=3)
+
+
+async def test_a_child_that_started_while_all_was_updated_and_went_on_follows_paused(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    await stage.play("a", "b")
+    stage.scripts["b"].start_s = 5.0
+    await stage.tell("b", Crash())
+    stage.diary.clear()
+    for verb in (Pause(), COMMIT, Unpause()):
+        assert (await stage.ask(verb, timeout=1.0)).late == ("b",)
+
+    await trio.sleep(10.0)
+
+    assert [entry for entry in stage.diary if entry.endswith(" b")] == [
+        "up b",
+        "pause b",
+        "commit b",
+        "updateweights b",
+        "unpause b",
+    ]
+
+
+async def test_what_is_down_need_not_come_up_to_forget_what_it_prepared(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    await stage.play("a", "b")
+    stage.scripts["b"].start_s = 5.0
+    await stage.tell("b", Crash())
+
+    reply = await stage.ask(CANCEL)
+
+    assert reply.done
+    assert reply.seconds < 1.0
 
 
 async def test_the_steps_of_all_are_added_up_and_told_of_each(
