@@ -331,7 +331,7 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
     async def _go_on(self) -> None:
         """Begin a round if one is due, and say so if a pause has been reached, or reached again."""
         if self._draining and self._policy.ledger.num_rows == 0:
-            self._paused = True
+            self._paused, self._draining = True, False
         steps_on = self._allowance > 0 and trio.current_time() < self._step_until
         if self._paused and not (steps_on and self._policy.has_work):
             if not self._is_busy:

@@ -63,6 +63,7 @@ class _Replica:
         self._top: Cell = system.cell(order.name)
         self._top.paused, self._top.suspended = order.paused, order.suspended
         self._top.weights = order.weights
+        self._is_up = False
         self._ended = trio.Event()
         self._failure: Failure | None = None
         self._nursery: trio.Nursery
@@ -88,7 +89,8 @@ class _Replica:
             except Exception as error:  # whatever the start raises is told to the root
                 self._failure = Failure.of(error)
             else:
-                await self._connection.send(ReplicaUp(pid=os.getpid()))
+                self._is_up = True
+                self._say_up()
                 await self._ended.wait()
             if self._failure is not None:
                 with contextlib.suppress(Unreachable):  # then the parent does not care any more
@@ -118,9 +120,18 @@ class _Replica:
 
         await self._nursery.start(live)
 
+    def _say_up(self) -> None:
+        with contextlib.suppress(Unreachable):  # it is said again when the line is back
+            self._connection.send_nowait(ReplicaUp(pid=os.getpid()))
+
     async def _deliver(self, event: Said | Joined | Left) -> None:
-        if isinstance(event, Said):
-            self._nursery.start_soon(self._obey, event)
+        match event:
+            case Said():
+                self._nursery.start_soon(self._obey, event)
+            case Joined() if self._is_up:
+                self._say_up()  # the session before may have ended with that under way
+            case _:
+                pass
 
     async def _obey(self, said: Said) -> None:
         timeout = VERB_TIMEOUT_S if said.timeout_s is None else said.timeout_s
@@ -129,7 +140,8 @@ class _Replica:
             answer: object = await top.ask(said.message, timeout=timeout)
         except CallboardError as error:
             answer = error
-        self._connection.answer(said.message_id, answer)
+        with contextlib.suppress(Unreachable):  # then nobody waits for it any more
+            self._connection.answer(said.message_id, answer)
 
     async def _end_with_parent(self) -> None:
         await _end_of_input()

@@ -870,6 +870,18 @@ async def test_the_time_of_an_earlier_drain_does_not_count_in_a_later_one(
     assert stage.ended(FinishReason.ABORT) == ["a"]
 
 
+async def test_the_time_of_a_drain_that_is_over_ends_nothing_that_is_stepped_later(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    await stage.reply(Pause(mode=PauseMode.DRAIN, drain_s=30))
+    await stage.submit("a", 5)
+    await stage.ask(Step(count=2))
+    await stage.run(2)
+    await trio.sleep(60)
+    await stage.settle()
+    assert stage.ends == {}
+
+
 async def test_a_plain_pause_ends_a_drain_and_keeps_who_runs(
     autojump_clock: MockClock, stage: Stage
 ) -> None:

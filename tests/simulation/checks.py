@@ -104,13 +104,13 @@ class Checks:
             Pause: (State.PAUSED, State.SUSPENDED),
             Unpause: (State.RUNNING,),
             Suspend: (State.SUSPENDED,),
-            Resume: (State.RUNNING, State.PAUSED),
+            Resume: (State.RUNNING, State.PAUSED, State.PAUSING),  # where a PAUSE was late
             Step: (State.PAUSED,),
             Stop: (State.STOPPED,),
         }[type(verb)]
         if reply.state not in expected:
             self.broke(f"{reply.verb} was acknowledged in the state {reply.state}")
-        if isinstance(verb, Pause | Suspend | Step | Stop):
+        if isinstance(verb, Pause | Suspend | Step):
             self._held_still = True
             for process, count in self._running.items():
                 if count:
@@ -159,10 +159,10 @@ class Checks:
     def _problems_of(self, asked: "Asked") -> list[str]:
         problems = list(asked.problems)
         record = asked.stream.record
-        if asked.client_died or (not asked.stream.told and asked.left):
+        if asked.client_died:
             return problems
-        if not asked.stream.has_ended:
-            return [*problems, "has not ended"]
+        if not asked.stream.has_ended:  # who has left waits for the end for some seconds only
+            return problems if asked.left else [*problems, "has not ended"]
         if record.finish_reason is None:
             return problems + self._problems_of_refusal(asked)
         if not asked.accepted and record.token_ids:
@@ -206,13 +206,13 @@ class Checks:
     def _problems_of_refusal(self, asked: "Asked") -> list[str]:
         failure = asked.stream.failure
         assert failure is not None
+        if asked.client_closed or self._world.stopping:
+            return []
         if asked.accepted:
-            fine = asked.client_closed or self._world.stopping
-            return [] if fine else [f"was accepted and then lost: {failure}"]
-        fits = len(asked.prompt) + (asked.params.max_tokens or 0)
-        if fits > self._world.scenario.room.max_model_len:
-            return [] if failure.code == "SequenceOverflow" else [f"was refused: {failure}"]
-        fine = asked.client_closed or self._world.stopping
+            return [f"was accepted and then lost: {failure}"]
+        num_tokens = len(asked.prompt) + (asked.params.max_tokens or 0)
+        is_too_long = num_tokens > self._world.scenario.room.max_model_len
+        fine = is_too_long and failure.code == "SequenceOverflow"
         return [] if fine else [f"was refused: {failure}"]
 
     def _was_aborted(self, asked: "Asked") -> bool:

@@ -219,10 +219,12 @@ class Device:
     def begin_step(self, step: RunStep) -> DeviceFault | None:
         """A forward pass begins; says what will be wrong with it."""
         world = self.process.world
-        number = world.count_step(self.replica)
         world.checks.forward_begins(self.name, step)
         low, high = world.scenario.step_s
         self.busy_s = self._rng.uniform(low, high)
+        if not world.faulty:
+            return None
+        number = world.count_step(self.replica)
         return next((fault for fault in self._faults if fault.step == number), None)
 
     def step_is_over(self) -> None:

@@ -16,7 +16,6 @@ from unittest.mock import patch
 
 import msgspec
 import trio
-from trio.testing import MockClock
 
 from callboard.actors import actor as actor_module, executor as executor_module
 from callboard.actors.actor import Actor, Cell
@@ -41,7 +40,7 @@ from callboard.supervision.root import Address
 from callboard.supervision.settings import Settings
 from tests.simulation.checks import Checks
 from tests.simulation.clients import COORDINATOR, Client, SimEngine, open_sim_engine
-from tests.simulation.determinism import determined, stream
+from tests.simulation.determinism import determined, new_clock, stream
 from tests.simulation.device import (
     Codec,
     Device,
@@ -108,8 +107,7 @@ def simulate(seed: int) -> Result:
 
 def play(scenario: Scenario) -> Result:
     """Play a scenario."""
-    clock = MockClock(autojump_threshold=0.0)
-    clock._real_clock = lambda: 0.0  # it is asked often, and its rate is 0
+    clock = new_clock()
     log = EventLog()
     world: list[World] = []
 
@@ -156,7 +154,8 @@ class World:
             for fault in scenario.faults
             if isinstance(fault, Crash) and fault.at is None
         }
-        self._faults_over = False
+        self.faulty = False  # whether faults may happen now
+        self._hangs_until = 0.0
         self._clients: list[Client] = []
         self._root_ended = trio.Event()
         self._operator: SimEngine
@@ -182,6 +181,7 @@ class World:
     async def _play(self) -> None:
         scenario = self.scenario
         self.log("", "begins")
+        self.faulty = True
         for index, plan in enumerate(scenario.clients):
             client = Client(self, self._process(f"client-{index}"), plan)
             self._clients.append(client)
@@ -198,9 +198,10 @@ class World:
 
     async def _recover(self) -> None:
         """Faults are over: whatever was asked for has to end."""
-        self._faults_over = True
+        self.faulty = False
         self.network.heal()
         self.log("", "heals")
+        await trio.sleep_until(self._hangs_until)
         await trio.sleep(0.5 if self._was_calm else SILENCE_S)
         if not self.stopping:
             await self._insist(Resume())
@@ -398,7 +399,7 @@ class World:
 
     async def _happen_at(self, fault: Fault, at: float) -> None:
         await self.until(at)
-        if self._faults_over:
+        if not self.faulty:
             return
         self.log("", "fault", fault)
         match fault:
@@ -411,7 +412,7 @@ class World:
             case Partition(one=one, other=other, seconds=seconds, one_way=one_way):
                 self.network.part(one, other, one_way=one_way)
                 await trio.sleep(seconds)
-                if not self._faults_over:
+                if self.faulty:
                     self.log("", "heals")
                     self.network.heal()
             case _:
@@ -448,7 +449,9 @@ class World:
             elif process is not None:
                 process.kill()
 
-        self.timers.at(trio.current_time() + fault.killed_after_s, end)
+        due = trio.current_time() + fault.killed_after_s
+        self._hangs_until = max(self._hangs_until, due)
+        self.timers.at(due, end)
 
     def count_step(self, number: int) -> int:
         """Count a forward pass of a replica; returns its number."""
@@ -526,9 +529,9 @@ class World:
         if self._num_handled > RUNAWAY:
             raise Runaway
         self.log(cell.name, "reads", letter.message)
-        self._handled[cell.name] += 1
+        self._handled[cell.name] += self.faulty
         crash = self._crashes.get((cell.name, self._handled[cell.name]))
-        if crash is None or self._faults_over:
+        if crash is None or not self.faulty:
             await handle(cell, actor, letter)
         else:
             await handle(cell, _Crashing(actor, crash), letter)
