@@ -112,6 +112,11 @@ class ScriptedRunner:
         """Say that this is no device."""
         return {"device": "script", "loaded": int(self.loaded), "allocated": int(self.allocated)}
 
+    def start_over(self) -> None:
+        """Forget all rows, and keep what is loaded and allocated."""
+        self._rows.clear()
+        self._cache.clear()
+
     def drop(self, rows: tuple[RowId, ...]) -> None:
         """Forget rows."""
         for row in rows:

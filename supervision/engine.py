@@ -50,6 +50,7 @@ from callboard.messages.errors import (
     ConfigError,
     ControlRefused,
     DeadlineExceeded,
+    DeviceLost,
     Failure,
     RequestError,
     UnknownRequest,
@@ -547,6 +548,7 @@ async def open_engine(
             ),
             address=address,
             control_endpoint="memory://control",
+            escalates=(DeviceLost,),
         )
         cell = system.cell("root")
 

@@ -103,6 +103,7 @@ class _Replica:
             parts,
             order.settings,
             coordinator=order.coordinator,
+            own_process=True,
         )
 
         async def live(task_status: trio.TaskStatus[None]) -> None:

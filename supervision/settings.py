@@ -36,6 +36,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     batch_invariant: bool = False  # the same bits whatever the batch, many times slower
     max_model_len: int = 0  # tokens of a sequence, prompt and output; 0 is the model's own limit
     start_timeout_s: float = 600.0
+    step_timeout_s: float = 600.0  # longest forward pass; then its device is given up; 0 is never
     log_level: str = "warning"
     log_json: bool = False
 
@@ -115,6 +116,7 @@ def _check_ranges(settings: Settings) -> None:
         ("paused_limit_blocks", -1, 2**31 - 1),
         ("pipeline_depth", 1, 2),
         ("start_timeout_s", 1e-3, 1e6),
+        ("step_timeout_s", 0, 1e6),
     ):
         value = getattr(settings, name)
         if not low <= value <= high:
