@@ -19,12 +19,18 @@ from callboard.actors.mailbox import Reply
 
 T = TypeVar("T")
 
+DEVICE_THREAD = "callboard device"
 LEFT_BEHIND = " (left behind)"
 
 
 def num_left_behind() -> int:
     """Return how many threads of this process hang in a job that was given up."""
     return sum(thread.name.endswith(LEFT_BEHIND) for thread in threading.enumerate())
+
+
+def hangs() -> bool:
+    """Whether a device thread of this process is in a job that was waited for in vain."""
+    return any(thread.name.startswith(DEVICE_THREAD) for thread in threading.enumerate())
 
 
 class DeviceThread:

@@ -8,7 +8,7 @@ import msgspec
 import trio
 
 from callboard.actors.actor import Actor
-from callboard.actors.device_thread import DeviceThread, num_left_behind
+from callboard.actors.device_thread import DEVICE_THREAD, DeviceThread, num_left_behind
 from callboard.actors.ref import ActorRef
 from callboard.messages.control import ControlReply, KVLevel, Resume, Suspend, WeightsLevel
 from callboard.messages.errors import OutOfMemory, StepStuck
@@ -89,7 +89,7 @@ class Executor(Actor[ExecutorInbox]):
         self._scheduler = scheduler
         self._allocator = allocator
         self._step_timeout_s = step_timeout_s
-        self._thread = DeviceThread("callboard device")
+        self._thread = DeviceThread(DEVICE_THREAD)
         self._life = 0
         self._step_since = math.inf  # when the step under way began
         self._num_out_of_memory = 0

@@ -180,7 +180,8 @@ def root(
             )
             for name in (f"replica-{index}" for index in range(settings.replicas))
         ]
-        return Supervisor(system, specs, intensity=Intensity(restarts=10))
+        intensity = Intensity(restarts=settings.max_restarts, period_s=settings.restart_period_s)
+        return Supervisor(system, specs, intensity=intensity)
 
     top = Root(
         system,

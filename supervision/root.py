@@ -168,6 +168,7 @@ class Root(Supervisor):
             version=self._version,
             tree=msgspec.structs.replace(tree, state=self._lifecycle.state),
             replicas=tuple(_summary(node) for node in _replica_nodes(tree)),
+            late=tuple(node.name for node in _walk(tree) if node.late),
         )
 
     async def _do(self, verb: Verb, deadline: float) -> ControlReply:

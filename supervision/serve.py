@@ -2,7 +2,6 @@
 
 import signal
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +17,8 @@ from callboard.messages.control import Stop
 from callboard.messages.errors import CallboardError, StartFailed
 from callboard.supervision.app import SUPERVISOR_SHUTDOWN_S, replica_process, root
 from callboard.supervision.root import Address, Root
+from callboard.supervision.run_folder import open_run_folder
 from callboard.supervision.settings import Settings
-
-DRAIN_S = 30.0
 
 log = get_logger()
 
@@ -30,10 +28,9 @@ async def serve(settings: Settings, *, announce: Callable[[str], None]) -> None:
 
     Raises what kept the tree from starting, or what it could not repair, as a CallboardError.
     """
-    # The folder has mode 0700, which guards the sockets in it.
-    with tempfile.TemporaryDirectory(prefix="callboard-") as folder:
+    with open_run_folder() as folder:
         async with open_zmq_context() as context, open_system() as system:
-            server = _Server(settings, system, ZmqNetwork(context), Path(folder), announce)
+            server = _Server(settings, system, ZmqNetwork(context), folder, announce)
             error = await server.run()
     if error is not None:
         raise error
@@ -118,7 +115,8 @@ class _Server:
 
     async def _drain(self) -> None:
         if self._root.started.is_set():
-            await self._root.control(Stop(drain_s=DRAIN_S), DRAIN_S + SUPERVISOR_SHUTDOWN_S)
+            drain_s = self._settings.drain_s
+            await self._root.control(Stop(drain_s=drain_s), drain_s + SUPERVISOR_SHUTDOWN_S)
         await self._end()
 
     async def _end_requests(self) -> None:
