@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check format env model bench gpu-check clean
+.PHONY: demo test check format env model bench soak gpu-check clean
 
 env: .venv/installed
 
@@ -33,6 +33,10 @@ bench: model
 	$(BIN)/python docs/benchmarks/actors.py
 	$(BIN)/python docs/benchmarks/zmq_socket.py
 	$(BIN)/python docs/benchmarks/steps.py
+
+# Kills replicas at random for some minutes, and counts what is lost.
+soak: env
+	$(BIN)/python docs/benchmarks/soak.py
 
 # Needs a CUDA machine and whatever torch and flash-attn it has; see docs/how-to/gpu-check.md.
 gpu-check:
