@@ -98,6 +98,7 @@ class RequestStream:
 
     async def __anext__(self) -> Delta:
         """Return the next delta. Raises RequestFailed when the engine could not go on."""
+        self.check_thread()
         arrived = await self._arrivals.next(self._ended.is_set)
         if arrived is not None:
             return arrived[1]
@@ -131,6 +132,10 @@ class RequestStream:
         self._engine._forget(self)
 
     # What the engine and its reading task call.
+
+    def check_thread(self) -> None:
+        """Raise WrongThread where the engine is not at home."""
+        self._engine._check_thread()
 
     async def send(self) -> None:
         """Submit the request. Raises RequestError when another of the same id is open.
@@ -257,6 +262,8 @@ async def open_all(streams: Sequence[RequestStream]) -> None:
 
     Raises what the first of them is refused for.
     """
+    for stream in streams:
+        stream.check_thread()
     try:
         for stream in streams:
             await stream.send()
