@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check format env model bench fuzz gpu-check clean
+.PHONY: demo test check format env model bench fuzz soak gpu-check clean
 
 env: .venv/installed
 
@@ -40,6 +40,10 @@ bench: model
 FRAMES ?= 1000000
 fuzz: env
 	$(BIN)/python docs/benchmarks/fuzz.py --frames $(FRAMES)
+
+# Kills replicas at random for some minutes, and counts what is lost.
+soak: env
+	$(BIN)/python docs/benchmarks/soak.py
 
 # Needs a CUDA machine and whatever torch and flash-attn it has; see docs/how-to/gpu-check.md.
 gpu-check:

@@ -15,6 +15,7 @@ import contextlib
 import os
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
@@ -29,6 +30,7 @@ from callboard.messages.base import Message
 from callboard.messages.control import (
     ControlReply,
     GetNode,
+    LifeEnd,
     NodeStatus,
     Pause,
     Resume,
@@ -58,6 +60,9 @@ M = TypeVar("M", bound=Message)
 MESSAGES_PER_CHECKPOINT = 64
 SECONDS_PER_CHECKPOINT = 200e-6
 STOP_TIMEOUT_S = 5.0
+
+ENDS_KEPT = 8
+"""How many ends of a cell's lives are remembered, for `status`."""
 
 REACHED: dict[type[Message], State] = {
     Pause: State.PAUSED,
@@ -258,6 +263,7 @@ class Cell:
         self._snapshot: msgspec.Struct | None = None
         self._watchers: list[LocalRef[Any]] = []
         self._exit: ActorExited | None = None
+        self._ends: deque[LifeEnd] = deque(maxlen=ENDS_KEPT)
 
     async def run(
         self,
@@ -367,6 +373,7 @@ class Cell:
             restarts=max(0, self.lives - 1),
             pid=os.getpid(),
             details={} if self.actor is None else self.actor.details(),
+            ends=tuple(self._ends),
         )
 
     def _begin(self) -> None:
@@ -447,6 +454,7 @@ class Cell:
         self._settle_letter_in_hand(failure, () if actor is None else actor.retry_safe)
         self._settle_deferred(failure)
         self._exit = ActorExited(name=self.name, failure=failure)
+        self._ends.append(LifeEnd(at=time.time(), reason=failure.message if failure else ""))
         self.stopped.set()
         for watcher in self._watchers:
             self._tell_exit(watcher, self._exit)

@@ -1,12 +1,14 @@
 """The executor: owns the device thread and everything that lives on the device."""
 
+import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
+import trio
 
 from callboard.actors.actor import Actor
-from callboard.actors.device_thread import DeviceThread
+from callboard.actors.device_thread import DEVICE_THREAD, DeviceThread, num_left_behind
 from callboard.actors.ref import ActorRef
 from callboard.messages.control import (
     ControlReply,
@@ -21,8 +23,10 @@ from callboard.messages.control import (
     WeightsLevel,
     verb_name,
 )
-from callboard.messages.errors import Failure, WeightsError
+from callboard.messages.errors import Failure, OutOfMemory, StepStuck, WeightsError
 from callboard.messages.steps import DeviceReady, DropRows, RowId, RunStep, StepDone
+
+T = TypeVar("T")
 
 ExecutorInbox = RunStep | DropRows
 
@@ -76,7 +80,15 @@ class Runner(Protocol):
         ...
 
     def execute(self, step: RunStep) -> StepDone:
-        """Run one step."""
+        """Run one step.
+
+        Raises OutOfMemory where that is all that was wrong, DeviceLost where the process has to end
+        for the device to work again, and anything else where a new runner may do better.
+        """
+        ...
+
+    def start_over(self) -> None:
+        """Forget every row after OutOfMemory, and give back what only steps have needed."""
         ...
 
     def drop(self, rows: tuple[RowId, ...]) -> None:
@@ -93,7 +105,11 @@ class Runner(Protocol):
 
 
 class Executor(Actor[ExecutorInbox]):
-    """Runs steps one at a time. An error in a step is the end of this life and of all rows."""
+    """Runs steps one at a time. An error in a step is the end of this life and of all rows.
+
+    But for want of memory: then all rows are gone, and the scheduler hears why and tries less. A
+    step that does not end in `step_timeout_s` ends this life, too, and its thread is left behind.
+    """
 
     # Every row may be dropped, one by one, while a step runs; the scheduler must not have to wait
     # for its end then, since the end waits for room in the scheduler's mailbox.
@@ -105,11 +121,16 @@ class Executor(Actor[ExecutorInbox]):
         *,
         scheduler: ActorRef[StepDone | DeviceReady],
         allocator: ActorRef[DeviceReady],
+        step_timeout_s: float = math.inf,
     ) -> None:
         self._make_runner = make_runner
         self._scheduler = scheduler
         self._allocator = allocator
-        self._thread = DeviceThread("callboard device")
+        self._step_timeout_s = step_timeout_s
+        self._thread = DeviceThread(DEVICE_THREAD)
+        self._life = 0
+        self._step_since = math.inf  # when the step under way began
+        self._num_out_of_memory = 0
         self._runner: Runner
         self._details: dict[str, int | float | str] = {}
         self._has_prepared = False
@@ -126,11 +147,7 @@ class Executor(Actor[ExecutorInbox]):
         elif levels.weights is WeightsLevel.KEEP:
             await self._thread.run(self._runner.load)
         await self._describe()
-        fits = await self._thread.run(self._runner.room)
-        room = msgspec.structs.replace(fits, life=self.cell.lives)
-        # The allocator first: the scheduler asks it as soon as it knows.
-        await self._allocator.tell(room)
-        await self._scheduler.tell(room)
+        await self._say_ready()
 
     async def on_stop(self) -> None:
         """End the thread once its job is done."""
@@ -139,15 +156,14 @@ class Executor(Actor[ExecutorInbox]):
     async def receive(self, message: ExecutorInbox) -> None:
         """Handle one message."""
         match message:
-            case RunStep() if message.life != self.cell.lives:
+            case RunStep() if message.life != self._life:
                 # Planned for a device that is gone, with its rows and blocks: the scheduler will
                 # read of this one, and plan anew.
                 self.log.info("stale step ignored", step=message.step)
             case RunStep():
-                done = await self._thread.run(lambda: self._runner.execute(message))
-                await self._scheduler.tell(done)
+                await self._step(message)
             case DropRows(rows=rows):
-                await self._thread.run(lambda: self._runner.drop(rows))
+                await self._in_time(lambda: self._runner.drop(rows))
 
     async def on_suspend(self, verb: Suspend) -> ControlReply | None:
         """Free what the levels name; acknowledged when the system has it back."""
@@ -181,8 +197,55 @@ class Executor(Actor[ExecutorInbox]):
         return self.ack(verb)
 
     def details(self) -> dict[str, int | float | str]:
-        """Return the runner's description as of the last change."""
-        return self._details
+        """Return the runner's description as of the last change, and what went wrong since."""
+        details = dict(self._details)
+        if self._step_since < math.inf:
+            details["step_s"] = round(trio.current_time() - self._step_since, 3)
+        if self._num_out_of_memory:
+            details["out_of_memory"] = self._num_out_of_memory
+        if left_behind := num_left_behind():
+            details["threads_left_behind"] = left_behind
+        return details
+
+    async def _step(self, step: RunStep) -> None:
+        self._step_since = trio.current_time()
+        outcome = await self._execute(step)
+        self._step_since = math.inf
+        if isinstance(outcome, StepDone):
+            await self._scheduler.tell(outcome)
+            return
+        self._num_out_of_memory += 1
+        self.log.warning("out of memory", step=step.step, reason=outcome)
+        await self._in_time(self._runner.start_over)
+        await self._say_ready(out_of_memory=True)
+
+    async def _execute(self, step: RunStep) -> StepDone | str:
+        """Run a step; returns why the device had not the memory for it, where it had not.
+
+        The error itself is let go of, since the tensors of the step hang on it.
+        """
+        try:
+            return await self._in_time(lambda: self._runner.execute(step))
+        except OutOfMemory as error:
+            return error.message
+
+    async def _in_time(self, job: Callable[[], T]) -> T:
+        """Run a job on the device's thread. Raises StepStuck when it does not end in its time."""
+        with trio.move_on_after(self._step_timeout_s):
+            return await self._thread.run(job)
+        stack = self._thread.leave_behind()
+        self.log.error("step stuck", left_behind=num_left_behind(), stack=stack)
+        seconds = self._step_timeout_s
+        raise StepStuck(f"a step has not ended in {seconds:g} s", ill_s=seconds)
+
+    async def _say_ready(self, *, out_of_memory: bool = False) -> None:
+        """Tell of a device without rows, in a life that no step was planned for yet."""
+        self._life = self.cell.system.next_message_id()
+        fits = await self._thread.run(self._runner.room)
+        ready = msgspec.structs.replace(fits, life=self._life, out_of_memory=out_of_memory)
+        # The allocator first: the scheduler asks it as soon as it knows.
+        await self._allocator.tell(ready)
+        await self._scheduler.tell(ready)
 
     async def _update(self, verb: UpdateWeights) -> None:
         match verb.phase:

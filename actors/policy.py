@@ -23,6 +23,10 @@ A device that fails takes all its rows along, and which of them it failed of is 
 request counts the failures it was part of since its last token; one that has several is tried
 apart from other new rows, so that the count of the innocent goes back to 0 and that of the guilty
 goes on to MAX_RETRIES.
+
+A device that had not the memory for a step has lost its rows, too. Then steps may have half as many
+tokens as that one had; only a request that was alone in it is to blame. The limit is doubled after
+STEPS_TO_GROW steps that went well.
 """
 
 import itertools
@@ -65,6 +69,9 @@ MAX_RETRIES = 3
 TRIED_APART = 2
 """After so many it is admitted with no other new row, so that the innocent can clear themselves."""
 
+STEPS_TO_GROW = 1000
+"""Steps after which more tokens are tried again than the device had not the memory for."""
+
 MAX_OVERTAKEN = 8
 """Steps in which a request that does not fit may see younger ones admitted."""
 
@@ -99,6 +106,7 @@ class Flight(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     run: int
     prefilled: dict[RowId, int]
+    prompt_tokens: int = 0  # fed by the step
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,6 +160,8 @@ class SchedulingPolicy:
         self._proposed: dict[RowId, Proposal] = {}
         self._rows_then = 0  # rows there were when blocks were asked for
         self._flights: deque[Flight] = deque()
+        self._max_tokens: int | None = None  # of a step, where the device had not memory for more
+        self._steps_to_grow = 0
 
     @property
     def weights_version(self) -> int:
@@ -216,7 +226,7 @@ class SchedulingPolicy:
         return rows
 
     def device_ready(self, device: DeviceReady) -> Advanced:
-        """The device is new and knows no row: requeue all, fail those that cannot run on it.
+        """The device knows no row: requeue all, fail those that cannot run on it.
 
         Those are the ones that keep killing it, and the ones that do not fit, accepted before it
         was known how much does. All rows are gone, and the allocator is to hear of it: it may have
@@ -225,13 +235,18 @@ class SchedulingPolicy:
         self.device = device
         suspects = [row for row in self.ledger.rows() if row.phase is not Phase.STARVED]
         was_running = bool(self._flights)
+        if not device.out_of_memory:
+            self._max_tokens = None
+        elif was_running:
+            self._try_less(self._flights[0], len(suspects))
+            was_running = len(suspects) == 1
         result = Advanced(gone=self.checkpoint_all())
         self._proposed = {}
         self._flights.clear()
         self._full = []
         self._timeline = Timeline(device.block_tokens)
         for request in suspects if was_running else ():
-            self._blame(result, request)
+            self._blame(result, request, device)
         for request in list(self.ledger):
             self._fit_again(result, request)
         return result
@@ -240,6 +255,11 @@ class SchedulingPolicy:
     def has_work(self) -> bool:
         """Whether a step could be of use."""
         return self.ledger.num_rows > 0 or (self.admitting and bool(self._waiting))
+
+    @property
+    def max_tokens(self) -> int | None:
+        """How many tokens a step may have after one that was too large; None where none was."""
+        return self._max_tokens
 
     @property
     def in_flight(self) -> int:
@@ -261,7 +281,7 @@ class SchedulingPolicy:
         self._proposed = {}
         self._rows_then = self.ledger.num_rows
         step = next(self._steps)
-        budget = device.max_step_tokens
+        budget = min(device.max_step_tokens, self._max_tokens or device.max_step_tokens)
         self._full += self._timeline.wanting(self._runs + 1)
         grow = [self._propose(request, 1) for request in self._in_want()]
         budget -= self.ledger.num_rows - (self._prefilling is not None)
@@ -309,7 +329,11 @@ class SchedulingPolicy:
         step = None
         if admits or continues or grants or self._any_decodes_in(run):
             self._runs = run
-            self._flights.append(Flight(step=granted.step, run=run, prefilled=prefilled))
+            prompt_tokens = sum(admit.num_tokens for admit in admits)
+            prompt_tokens += sum(chunk.num_tokens for chunk in continues)
+            self._flights.append(
+                Flight(step=granted.step, run=run, prefilled=prefilled, prompt_tokens=prompt_tokens)
+            )
             step = RunStep(
                 step=granted.step,
                 admits=tuple(admits),
@@ -336,6 +360,7 @@ class SchedulingPolicy:
             if (request := self.ledger.in_row(row)) is not None:
                 request.prompt_scores.take(part)
         self._take_tokens(result, done)
+        self._try_more()
         for row in done.full:  # those that were to sample no token are here still
             if (request := self.ledger.in_row(row)) is not None:
                 self._end(result, request, FinishReason.LENGTH, in_context=False)
@@ -570,13 +595,32 @@ class SchedulingPolicy:
             else:
                 result.deltas.append(delta)
 
+    # What a device has not the memory for
+
+    def _try_less(self, failed: Flight, num_rows: int) -> None:
+        """Halve the tokens of a step, counted from the one that was too large."""
+        num_tokens = failed.prompt_tokens + max(0, num_rows - len(failed.prefilled))
+        self._max_tokens = max(1, min(num_tokens, self._max_tokens or num_tokens) // 2)
+        self._steps_to_grow = STEPS_TO_GROW
+
+    def _try_more(self) -> None:
+        """After enough steps that went well, see whether the memory is there for larger ones."""
+        if self._max_tokens is None:
+            return
+        self._steps_to_grow -= 1
+        if self._steps_to_grow == 0:
+            self._steps_to_grow = STEPS_TO_GROW
+            more = 2 * self._max_tokens
+            self._max_tokens = more if more < self._known_device().max_step_tokens else None
+
     # Requests that leave
 
-    def _blame(self, result: Advanced, request: Request) -> None:
+    def _blame(self, result: Advanced, request: Request, device: DeviceReady) -> None:
         """Count a failure of the device against a request that was part of it."""
         request.crashes += 1
         if request.crashes > MAX_RETRIES:
-            why = f"the device failed {request.crashes} times while it ran this request"
+            what = "ran out of memory" if device.out_of_memory else "failed"
+            why = f"the device {what} {request.crashes} times while it ran this request"
             failure = Failure(code="RequestFailed", message=why)
             self._end(result, request, FinishReason.ERROR, failure=failure)
 

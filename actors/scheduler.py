@@ -232,6 +232,7 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
             "running": counts.running,
             "waiting": counts.waiting,
             "paused": counts.paused,
+            **({} if self._policy.max_tokens is None else {"max_tokens": self._policy.max_tokens}),
         }
 
     async def _enqueue(self, message: Enqueue) -> None:

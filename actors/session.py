@@ -397,6 +397,11 @@ class Listener(_Speaker):
         found = self._peers.get(peer)
         return None if found is None else found.hello
 
+    def heard_at(self, peer: PeerKey) -> float | None:
+        """Return when a present peer last said anything; a silent one is pinged each second."""
+        found = self._peers.get(peer)
+        return None if found is None else found.heard_at
+
     async def run(self) -> None:
         """Read until closed."""
         async with trio.open_nursery() as nursery:

@@ -141,6 +141,11 @@ class ScriptedRunner:
             "allocated": int(self.allocated),
         }
 
+    def start_over(self) -> None:
+        """Forget all rows, and keep what is loaded and allocated."""
+        self._rows.clear()
+        self._cache.clear()
+
     def drop(self, rows: tuple[RowId, ...]) -> None:
         """Forget rows."""
         for row in rows:

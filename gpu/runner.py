@@ -29,6 +29,7 @@ from callboard.gpu.device import (
     resident_bytes,
     wait_for,
 )
+from callboard.gpu.device_errors import typed_errors
 from callboard.gpu.dimensions import BatchDimensions, BatchLimits, graph_list
 from callboard.gpu.loading import LoadedModel, read_config
 from callboard.gpu.logprobs import PIECE_TOKENS, likeliest, score_prompt
@@ -217,8 +218,20 @@ class ModelRunner:
         """Take in what the step brings and run one forward pass over every row that can run.
 
         A row whose logits are not numbers fails alone. Raises what the context or the device
-        raises; rows are then as good as lost, and are to be dropped.
+        raises; rows are then as good as lost, and are to be dropped. Where the device had not the
+        memory that is OutOfMemory, and `start_over` makes it ready for a smaller step; where it
+        will never answer again, DeviceLost.
         """
+        with typed_errors(self._device):
+            return self._execute(step)
+
+    def start_over(self) -> None:
+        """Forget every row, and give back to the system what only steps have needed."""
+        if self._context is not None and self._context.allocated:
+            self._context.reset()
+        release_memory(self._device)
+
+    def _execute(self, step: RunStep) -> StepDone:
         start = time.perf_counter()
         context = self._ready_context()
         _take_in(step, context)

@@ -198,8 +198,20 @@ def verb_name(verb: Verb) -> str:
     return "-".join(words).lower()
 
 
+class LifeEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """When a life of a part ended, in seconds since 1970, and of what; "" in good order."""
+
+    at: float
+    reason: str
+
+
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of the tree: its state, how often it was restarted, where it runs, its children."""
+    """One part of the tree: its state, how often it was restarted, where it runs, its children.
+
+    `ends` are the last ends of its lives, oldest first. `restarts_left` is how often a supervisor
+    may restart children now before it gives up. A part that is `late` has not answered in time, and
+    is described, without what is below it, by what is known of it.
+    """
 
     name: str
     kind: str
@@ -208,6 +220,9 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
     details: dict[str, int | float | str] = msgspec.field(default_factory=dict)
     children: tuple["NodeStatus", ...] = ()
+    ends: tuple[LifeEnd, ...] = ()
+    restarts_left: int | None = None
+    late: bool = False
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,7 +248,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
 class StatusReply(Message, frozen=True):
     """Tree → operator: the state of the whole, its replicas, and the tree itself.
 
-    `model` is what the weights are read from that all replicas are to have.
+    `model` is what the weights are read from that all replicas are to have. `late` names the parts
+    that have not answered in time.
     """
 
     state: State
@@ -243,6 +259,7 @@ class StatusReply(Message, frozen=True):
     tree: NodeStatus
     replicas: tuple[ReplicaStatus, ...] = ()
     weights_version: int = 0
+    late: tuple[str, ...] = ()
 
 
 class GetStatus(Call[StatusReply], frozen=True):

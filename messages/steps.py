@@ -133,7 +133,8 @@ class DeviceReady(Message, frozen=True):
     """Executor → scheduler and allocator: the device (re)started, knows no row, and has this room.
 
     `num_blocks` may be handed out; a request may hold `max_model_len` tokens, prompt and output.
-    `life` tells one start from another.
+    `life` tells one start from another. With `out_of_memory` it is the old device, which has lost
+    its rows because it had not the memory for a step.
     """
 
     block_tokens: int
@@ -142,3 +143,4 @@ class DeviceReady(Message, frozen=True):
     max_step_tokens: int
     max_model_len: int
     life: int = 0
+    out_of_memory: bool = False

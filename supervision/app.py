@@ -16,6 +16,7 @@ Children start in that order, so a link tells the coordinator of a replica that 
 paths (`replica-0/scheduler`), and a ref is good before, between and after the lives of its actor.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -38,6 +39,7 @@ from callboard.actors.scheduler import Scheduler
 from callboard.actors.system import ActorSystem
 from callboard.actors.tokenizer import TextCodec, Tokenizer
 from callboard.actors.transport import Network
+from callboard.messages.errors import CallboardError, DeviceLost, StepStuck
 from callboard.messages.sampling import SamplingParams
 from callboard.supervision.process import ReplicaProcess
 from callboard.supervision.root import REPLICAS, Address, Root
@@ -68,8 +70,14 @@ def replica(
     settings: Settings,
     *,
     coordinator: str,
+    own_process: bool = False,
 ) -> Supervisor:
-    """Return the supervisor of one replica; everything in it runs in this process."""
+    """Return the supervisor of one replica; everything in it runs in this process.
+
+    Where that is the replica's own, it ends with a device that only a new process can use again.
+    Elsewhere a step that is stuck costs the thread that is in it.
+    """
+    beyond_repair = (DeviceLost, StepStuck) if own_process else (DeviceLost,)
 
     def ref(child: str) -> LocalRef[Any]:
         return LocalRef(system.cell(f"{name}/{child}"))
@@ -85,6 +93,7 @@ def replica(
                         parts.make_runner,
                         scheduler=ref("scheduler"),
                         allocator=ref("kv_allocator"),
+                        step_timeout_s=settings.step_timeout_s or math.inf,
                     ),
                 ),
             ],
@@ -92,7 +101,9 @@ def replica(
         )
 
     def spec(child: str, start: Callable[[], Actor[Any]], shutdown_s: float = 5.0) -> ChildSpec:
-        return ChildSpec(name=f"{name}/{child}", start=start, shutdown_s=shutdown_s)
+        return ChildSpec(
+            name=f"{name}/{child}", start=start, shutdown_s=shutdown_s, escalates=beyond_repair
+        )
 
     return Supervisor(
         system,
@@ -144,8 +155,12 @@ def root(
     *,
     address: Address,
     control_endpoint: str,
+    escalates: tuple[type[CallboardError], ...] = (),
 ) -> Root:
-    """Return the root of a tree whose replicas `start_replica` makes by name."""
+    """Return the root of a tree whose replicas `start_replica` makes by name.
+
+    `escalates` names the failures of a replica that another start of it cannot mend.
+    """
     coordinator: LocalRef[Any] = LocalRef(system.cell("coordinator"))
 
     def listen() -> Actor[Any]:
@@ -162,17 +177,28 @@ def root(
 
     def replicas() -> Actor[Any]:
         specs = [
-            ChildSpec(name=name, start=_starter(start_replica, name), shutdown_s=25.0)
+            ChildSpec(
+                name=name,
+                start=_starter(start_replica, name),
+                shutdown_s=25.0,
+                escalates=escalates,
+            )
             for name in (f"replica-{index}" for index in range(settings.replicas))
         ]
-        return Supervisor(system, specs, intensity=Intensity(restarts=10))
+        intensity = Intensity(restarts=settings.max_restarts, period_s=settings.restart_period_s)
+        return Supervisor(system, specs, intensity=intensity)
 
     top = Root(
         system,
         [
             ChildSpec(name="metrics", start=Metrics),
             ChildSpec(name="coordinator", start=listen),
-            ChildSpec(name=REPLICAS, start=replicas, shutdown_s=SUPERVISOR_SHUTDOWN_S),
+            ChildSpec(
+                name=REPLICAS,
+                start=replicas,
+                shutdown_s=SUPERVISOR_SHUTDOWN_S,
+                escalates=escalates,
+            ),
         ],
         network=network,
         control_endpoint=control_endpoint,

@@ -14,6 +14,7 @@ Both speak the same messages to the same actors; only the transport differs.
 import contextlib
 import itertools
 import secrets
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -51,11 +52,13 @@ from callboard.messages.errors import (
     ConfigError,
     ControlRefused,
     DeadlineExceeded,
+    DeviceLost,
     Failure,
     RequestError,
     UnknownRequest,
     Unreachable,
     WireError,
+    WrongThread,
 )
 from callboard.messages.membership import Role, Welcome
 from callboard.messages.requests import (
@@ -101,6 +104,7 @@ class Engine:
         self._ids = itertools.count(1)
         self._prefix = secrets.token_hex(4)
         self._streams: dict[str, RequestStream] = {}
+        self._thread = threading.get_ident()
         self._nursery: trio.Nursery
         self._control_turn = trio.Lock()
         self._control: Connection | None = None
@@ -196,6 +200,7 @@ class Engine:
         Raises the first error, and the other requests are aborted then. With `return_errors` the
         errors of requests come in the places of their completions, and the others go on.
         """
+        self._check_thread()
         check_n(n)
         asked: list[RequestStream | CallboardError] = []
         for prompt in prompts:
@@ -435,7 +440,15 @@ class Engine:
         for stream in list(self._streams.values()):
             stream.take_refused(failure)
 
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise WrongThread(
+                "the engine belongs to the thread in which it was opened; from another one, call "
+                "trio.from_thread.run with that thread's trio token"
+            )
+
     def _check_open(self) -> None:
+        self._check_thread()
         if self._closed:
             raise ActorStopped("the engine was closed")
 
@@ -584,6 +597,7 @@ async def open_engine(
             ),
             address=address,
             control_endpoint="memory://control",
+            escalates=(DeviceLost,),
         )
         cell = system.cell("root")
 

@@ -43,6 +43,7 @@ from callboard.messages.errors import (
 from callboard.messages.membership import ReplicaFailed, ReplicaUp, Role, Welcome
 from callboard.supervision.settings import Settings
 from callboard.supervision.supervisor import answer_by
+from callboard.supervision.watchdog import STUCK_LOOP, Silence, turn_of
 
 R = TypeVar("R")
 
@@ -52,6 +53,9 @@ ToReplicaProcess = Verb | GetNode
 END_TIMEOUT_S = 10.0
 KILL_TIMEOUT_S = 5.0
 LAST_WORDS_S = 1.0
+
+SILENCE_GRACE_S = 5.0
+"""How much longer than the process itself its root waits for a sign of life: it knows more."""
 
 
 class ReplicaOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,6 +176,8 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
         )
         assert self._process.stdin is not None
         self.spawn(self._watch, self._process)
+        if self._settings.loop_timeout_s:
+            self.spawn(self._watch_silence, self._process)
         with contextlib.suppress(trio.BrokenResourceError):  # it is gone, and `_watch` says how
             await self._process.stdin.send_all(msgspec.json.encode(order) + b"\n")
 
@@ -185,8 +191,25 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
                 await self._last_words.wait()
         if self._failure is not None:
             raise self._failure.error()
-        how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        raise SupervisionError(f"{self.name} (pid {process.pid}) {how}")
+        stuck_s = self._settings.loop_timeout_s if code == STUCK_LOOP else 0.0
+        raise SupervisionError(
+            f"{self.name} (pid {process.pid}) {_how_it_ended(code, stuck_s)}", ill_s=stuck_s
+        )
+
+    async def _watch_silence(self, process: trio.Process) -> None:
+        """Fail when the process, once it has spoken, says nothing for too long: it is stopped."""
+        assert self._listener is not None
+        await self._connected.wait()
+        limit = self._settings.loop_timeout_s + SILENCE_GRACE_S
+        turn_s = turn_of(limit)
+        silence, heard_at = Silence(), None
+        while silence.look(heard_at, turn_s) < limit:
+            await trio.sleep(turn_s)
+            # One that is silent is dropped, and what it had said last is still its last sign.
+            heard_at = self._listener.heard_at(self._peer) or heard_at
+        if not self._ending:
+            said = f"said nothing for {silence.seconds:.0f} s"
+            raise SupervisionError(f"{self.name} (pid {process.pid}) {said}", ill_s=silence.seconds)
 
     def _close_input(self, process: trio.Process) -> None:
         assert isinstance(process.stdin, trio.lowlevel.FdStream)
@@ -226,12 +249,18 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
         reply.send(answer)
 
     async def _ask_node(self, reply: Reply, deadline: float) -> None:
+        own = msgspec.structs.replace(self.cell.status(), pid=self.process_id)
         try:
-            children = (await self._ask_process(GetNode(), deadline)).children
-        except CallboardError:
-            children = ()
-        own = self.cell.status()
-        reply.send(msgspec.structs.replace(own, pid=self.process_id, children=children))
+            inner = await self._ask_process(GetNode(), deadline)
+        except CallboardError as error:
+            late = self._up.is_set() and isinstance(error, DeadlineExceeded)
+            reply.send(msgspec.structs.replace(own, late=late))
+        else:
+            reply.send(
+                msgspec.structs.replace(
+                    own, children=inner.children, restarts_left=inner.restarts_left
+                )
+            )
 
     async def _ask_process(self, call: Call[R], deadline: float) -> R:
         """Ask the process, once it is connected. Raises DeadlineExceeded, or what it answers."""
@@ -247,3 +276,11 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
         return Welcome(
             name=self.name, session=session, max_frame_bytes=self._listener.max_frame_bytes
         )
+
+
+def _how_it_ended(code: int, stuck_s: float) -> str:
+    if code < 0:
+        return f"was killed by signal {-code}"
+    if code == STUCK_LOOP:
+        return f"exited with code {code}: its event loop had been stuck for {stuck_s:g} s"
+    return f"exited with code {code}"

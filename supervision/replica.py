@@ -1,18 +1,23 @@
 """What runs in a replica's own process: `python -m callboard.supervision.replica`.
 
 Its order is one line of JSON on standard input, which the parent keeps open. When that closes,
-the parent wants the replica to end, or is gone itself; either way it ends.
+the parent wants the replica to end, or is gone itself; either way it ends. Exit codes: 0 as told, 1
+failed, and the root was told of what, 70 the event loop was stuck. It ends by SIGALRM when it
+cannot end within a minute of being told to.
 """
 
 import contextlib
+import logging
 import os
 import signal
 import sys
+from pathlib import Path
 
 import msgspec
 import trio
 
 from callboard.actors.actor import Cell
+from callboard.actors.device_thread import hangs
 from callboard.actors.ref import LocalRef
 from callboard.actors.session import Connection, Joined, Left, Said
 from callboard.actors.system import ActorSystem, open_system
@@ -24,7 +29,9 @@ from callboard.supervision.app import SUPERVISOR_SHUTDOWN_S, journal_of, replica
 from callboard.supervision.logging import configure_logging
 from callboard.supervision.model import replica_parts
 from callboard.supervision.process import FromReplicaProcess, ReplicaOrder, ToReplicaProcess
+from callboard.supervision.run_folder import remove_if_left_over
 from callboard.supervision.supervisor import VERB_TIMEOUT_S
+from callboard.supervision.watchdog import watched_loop
 
 LAST_RESORT_S = 60
 
@@ -40,11 +47,18 @@ def main() -> int:
         return 0  # the parent is gone already
     order = msgspec.json.decode(line, type=ReplicaOrder)
     configure_logging(order.settings.log_level, as_json=order.settings.log_json)
-    return trio.run(_run, order)
+    code = trio.run(_run, order)
+    remove_if_left_over(Path(order.control.removeprefix("ipc://")).parent)
+    if hangs():
+        # The interpreter would wait for the thread, or abort over it.
+        logging.shutdown()
+        os._exit(code)
+    return code
 
 
 async def _run(order: ReplicaOrder) -> int:
     async with (
+        watched_loop(order.settings.loop_timeout_s),
         open_zmq_network(client_keys=order.keys) as network,
         journal_of(order.settings, order.name) as journal,
         open_system(journal) as system,
@@ -109,6 +123,7 @@ class _Replica:
             parts,
             order.settings,
             coordinator=order.coordinator,
+            own_process=True,
         )
 
         async def live(task_status: trio.TaskStatus[None]) -> None:

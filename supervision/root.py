@@ -179,6 +179,7 @@ class Root(Supervisor):
             weights_version=self._lifecycle.weights.version,
             tree=msgspec.structs.replace(tree, state=self._lifecycle.state),
             replicas=tuple(_summary(node) for node in _replica_nodes(tree)),
+            late=tuple(node.name for node in _walk(tree) if node.late),
         )
 
     async def _do(self, verb: Verb, deadline: float) -> ControlReply:

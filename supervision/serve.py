@@ -2,7 +2,6 @@
 
 import signal
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,9 +19,8 @@ from callboard.messages.membership import Role
 from callboard.supervision.app import SUPERVISOR_SHUTDOWN_S, journal_of, replica_process, root
 from callboard.supervision.keys import check_guarded, load_server_keys
 from callboard.supervision.root import Address, Root
+from callboard.supervision.run_folder import open_run_folder
 from callboard.supervision.settings import Settings
-
-DRAIN_S = 30.0
 
 log = get_logger()
 
@@ -34,14 +32,13 @@ async def serve(settings: Settings, *, announce: Callable[[str], None]) -> None:
     """
     check_guarded(settings.listen, has_keys=bool(settings.keys), insecure=settings.insecure)
     keys, replica_keys = _load_keys(settings)
-    # The folder has mode 0700, which guards the sockets in it.
-    with tempfile.TemporaryDirectory(prefix="callboard-") as folder:
+    with open_run_folder() as folder:
         async with (
             open_zmq_network(server_keys=keys) as network,
             journal_of(settings, "root") as journal,
             open_system(journal) as system,
         ):
-            server = _Server(settings, system, network, Path(folder), replica_keys, announce)
+            server = _Server(settings, system, network, folder, replica_keys, announce)
             error = await server.run()
     if error is not None:
         raise error
@@ -142,7 +139,8 @@ class _Server:
 
     async def _drain(self) -> None:
         if self._root.started.is_set():
-            await self._root.control(Stop(drain_s=DRAIN_S), DRAIN_S + SUPERVISOR_SHUTDOWN_S)
+            drain_s = self._settings.drain_s
+            await self._root.control(Stop(drain_s=drain_s), drain_s + SUPERVISOR_SHUTDOWN_S)
         await self._end()
 
     async def _end_requests(self) -> None:

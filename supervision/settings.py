@@ -41,6 +41,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     batch_invariant: bool = False  # the same bits whatever the batch, many times slower
     max_model_len: int = 0  # tokens of a sequence, prompt and output; 0 is the model's own limit
     start_timeout_s: float = 600.0
+    loop_timeout_s: float = (
+        30.0  # longest a replica process may show no sign of life; 0 is for ever
+    )
+    max_restarts: int = 10  # of replica processes, counted until one is well for:
+    restart_period_s: float = 60.0
+    drain_s: float = 30.0  # what open requests get when a signal ends the server
+    step_timeout_s: float = 600.0  # longest forward pass; then its device is given up; 0 is never
     log_level: str = "warning"
     log_json: bool = False
     journal: str = ""  # folder for journals of all messages; "" keeps none
@@ -126,6 +133,11 @@ def _check_ranges(settings: Settings) -> None:
         ("paused_limit_blocks", -1, 2**31 - 1),
         ("pipeline_depth", 1, 2),
         ("start_timeout_s", 1e-3, 1e6),
+        ("step_timeout_s", 0, 1e6),
+        ("loop_timeout_s", 0, 1e6),
+        ("max_restarts", 0, 10**6),
+        ("restart_period_s", 0, 1e6),
+        ("drain_s", 0, 1e6),
     ):
         value = getattr(settings, name)
         if not low <= value <= high:

@@ -98,6 +98,7 @@ class RequestStream:
 
     async def __anext__(self) -> Delta:
         """Return the next delta. Raises RequestFailed when the engine could not go on."""
+        self.check_thread()
         arrived = await self._arrivals.next(self._ended.is_set)
         if arrived is not None:
             return arrived[1]
@@ -131,6 +132,10 @@ class RequestStream:
         self._engine._forget(self)
 
     # What the engine and its reading task call.
+
+    def check_thread(self) -> None:
+        """Raise WrongThread where the engine is not at home."""
+        self._engine._check_thread()
 
     def check_new(self) -> None:
         """Raise RequestError where it was submitted before."""
@@ -258,6 +263,7 @@ async def open_all(streams: Sequence[RequestStream]) -> None:
     Raises what the first of them is refused for. One that was submitted before is not aborted.
     """
     for stream in streams:
+        stream.check_thread()
         stream.check_new()
     try:
         for stream in streams:

@@ -243,9 +243,10 @@ class Supervisor(Actor[ActorExited]):
         async with trio.open_nursery() as nursery:
             for child in present:
                 nursery.start_soon(ask, child)
-        own = self.cell.status()
         return msgspec.structs.replace(
-            own, children=tuple(children[child.spec.name] for child in present)
+            self.cell.status(),
+            children=tuple(children[child.spec.name] for child in present),
+            restarts_left=self._history.left(trio.current_time()),
         )
 
     async def _relay_and_answer(self, verb: Verb, reply: Reply, deadline: float) -> None:
@@ -455,8 +456,9 @@ async def _describe(child: Child, deadline: float) -> NodeStatus:
         return _by_hearsay(child)
     try:
         node: NodeStatus = await child.ref.ask(GetNode(), timeout=timeout)
-    except CallboardError:
-        return _by_hearsay(child)
+    except CallboardError as error:
+        late = isinstance(error, DeadlineExceeded)
+        return msgspec.structs.replace(_by_hearsay(child), late=late)
     return node
 
 

@@ -141,6 +141,10 @@ def serve(
         Path | None, typer.Option(help="A TOML file of settings; options here win.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    drain_s: Annotated[
+        float | None,
+        typer.Option(help="Seconds open requests get to finish at the first signal; else 30."),
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     keys: Annotated[
         Path | None,
@@ -169,6 +173,7 @@ def serve(
             replicas=replicas,
             kv_cache_gb=kv_cache_gb,
             device=device,
+            drain_s=drain_s,
             log_level=log_level,
             keys=None if keys is None else str(keys),
             insecure=insecure,

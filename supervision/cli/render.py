@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -71,6 +72,8 @@ def status(answer: StatusReply) -> None:
     line(f"callboard {answer.version} at {answer.endpoint}: {answer.state}")
     for text in _tree(answer.tree, ""):
         line(text)
+    if answer.late:
+        complain(f"status: no answer in time from {', '.join(answer.late)}")
 
 
 def completion(answer: Completion) -> dict[str, Any]:
@@ -98,7 +101,20 @@ def _plain(value: Any) -> Any:
 
 def _tree(node: NodeStatus, indent: str) -> list[str]:
     details = " ".join(f"{name}={value}" for name, value in node.details.items())
-    restarts = f" restarts={node.restarts}" if node.restarts else ""
-    own = f"{indent}{node.name}  {node.state} pid={node.pid}{restarts} {details}".rstrip()
+    late = " late" if node.late else ""
+    own = f"{indent}{node.name}  {node.state}{late} pid={node.pid}{_restarts(node)} {details}"
+    ends = [f"{indent}  ! {_time(end.at)} {end.reason}" for end in node.ends if end.reason]
     below = [text for child in node.children for text in _tree(child, indent + "  ")]
-    return [own, *below]
+    return [own.rstrip(), *ends, *below]
+
+
+def _restarts(node: NodeStatus) -> str:
+    """Tell how often a part was restarted, and what is left of what its children may be."""
+    own = f" restarts={node.restarts}" if node.restarts else ""
+    left = node.restarts_left
+    tells = left is not None and any(child.restarts for child in node.children)
+    return own + (f" restarts_left={left}" if tells else "")
+
+
+def _time(at: float) -> str:
+    return datetime.fromtimestamp(at).astimezone().isoformat(sep=" ", timespec="seconds")

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from callboard.actors.device_thread import DeviceThread
+from callboard.actors.device_thread import DeviceThread, num_left_behind
 
 
 @asynccontextmanager
@@ -143,3 +143,24 @@ def test_a_job_may_end_after_the_trio_run_did() -> None:
     thread = trio.run(main)
     gate.let_go.set()
     trio.run(thread.aclose)  # an error in the thread would be a warning, and those are errors here
+
+
+async def test_a_thread_that_hangs_is_left_behind_with_all_it_was_still_to_do() -> None:
+    gate, thread, ran = Gate(), DeviceThread("test device"), threading.Event()
+    thread.start()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(thread.run, gate)
+        nursery.start_soon(thread.run, ran.set)
+        await gate.wait_entered()
+        nursery.cancel_scope.cancel()
+
+    stack = thread.leave_behind()
+    await thread.aclose()  # waits for nothing
+
+    assert "self.let_go.wait" in stack
+    assert num_left_behind() == 1
+    gate.let_go.set()
+    with trio.fail_after(10):
+        while num_left_behind():  # noqa: ASYNC110  # the end of a thread wakes nobody
+            await trio.sleep(0.001)
+    assert not ran.is_set()

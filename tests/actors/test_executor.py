@@ -1,13 +1,16 @@
+import math
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
 from callboard.actors.actor import ActorExited, Cell
+from callboard.actors.device_thread import num_left_behind
 from callboard.actors.executor import Executor
 from callboard.actors.ref import LocalRef
 from callboard.actors.system import ActorSystem, open_system
@@ -26,7 +29,7 @@ from callboard.messages.control import (
     Weights,
     WeightsLevel,
 )
-from callboard.messages.errors import ActorFailed, WeightsError
+from callboard.messages.errors import ActorFailed, OutOfMemory, WeightsError
 from callboard.messages.steps import Admit, DeviceReady, DropRows, RowSampling, RunStep, StepDone
 
 
@@ -76,6 +79,7 @@ class Lab:
         self.cell.watch(LocalRef(self.watcher))
         self.runners: list[Runner] = []
         self.make_runner: Callable[[], Runner] = Runner
+        self.step_timeout_s = math.inf
         self._nursery = nursery
 
     @property
@@ -95,6 +99,7 @@ class Lab:
             self._make_runner,
             scheduler=LocalRef(self.scheduler),
             allocator=LocalRef(self.allocator),
+            step_timeout_s=self.step_timeout_s,
         )
 
     def _make_runner(self) -> Runner:
@@ -435,3 +440,69 @@ async def test_stopping_waits_for_the_step_in_hand_and_tells_its_result() -> Non
             let_go.set()
         assert isinstance(await hear(one.scheduler), StepDone)
         assert (await one.exited()).failure is None
+
+
+async def test_a_step_without_the_memory_for_it_costs_the_rows_and_not_the_life() -> None:
+    class Small(Runner):
+        def execute(self, step: RunStep) -> StepDone:
+            done = super().execute(step)
+            if len(done.rows) > 1:
+                raise OutOfMemory("too large")
+            return done
+
+    def both(first: int) -> tuple[Admit, ...]:
+        second = msgspec.structs.replace(admit(first + 1), blocks=(1,))
+        return (admit(first), second)
+
+    async with lab() as one:
+        one.make_runner = Small
+        await one.start()
+        await hear(one.allocator)
+        life = (await hear(one.scheduler)).life
+        await one.ref.tell(RunStep(step=1, admits=both(1), life=life))
+        await one.ref.tell(RunStep(step=2, life=life))  # planned before that was known
+
+        again = await hear(one.scheduler)
+        assert again == await hear(one.allocator)
+        assert isinstance(again, DeviceReady)
+        assert again.out_of_memory
+        assert again.life != life
+        await one.ref.tell(RunStep(step=3, admits=(admit(3),), life=again.life))
+        done = await hear(one.scheduler)
+
+        assert (done.step, done.rows) == (3, (3,))
+        assert one.cell.lives == 1
+        assert one.cell.status().details["out_of_memory"] == 1
+
+
+async def test_a_step_that_does_not_end_is_given_up_with_its_thread() -> None:
+    let_go, entered = threading.Event(), threading.Event()
+
+    class Stuck(Runner):
+        def execute(self, step: RunStep) -> StepDone:
+            entered.set()
+            assert let_go.wait(10)
+            return super().execute(step)
+
+    async with lab() as one:
+        one.make_runner, one.step_timeout_s = Stuck, 0.05
+        await one.start()
+        life = (await hear(one.scheduler)).life
+        await one.ref.tell(RunStep(step=1, admits=(admit(),), life=life))
+        await trio.to_thread.run_sync(entered.wait, 10)
+        assert "step_s" in one.cell.status().details
+
+        failure = (await one.exited()).failure
+        assert failure is not None
+        assert (failure.code, failure.ill_s) == ("StepStuck", 0.05)
+        assert num_left_behind() == 1
+
+        one.make_runner = Runner  # the next life has a thread of its own
+        await one.start()
+        life = (await hear(one.scheduler)).life
+        assert one.cell.status().details["threads_left_behind"] == 1
+        await one.ref.tell(RunStep(step=2, admits=(admit(2),), life=life))
+        assert (await hear(one.scheduler)).rows == (2,)
+        let_go.set()
+        while num_left_behind():  # noqa: ASYNC110  # the end of a thread wakes nobody
+            await trio.sleep(0.001)

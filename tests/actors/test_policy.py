@@ -21,6 +21,7 @@ from callboard.actors.policy import (
     LOOK_AHEAD,
     MAX_OVERTAKEN,
     MAX_RETRIES,
+    STEPS_TO_GROW,
     Advanced,
     SchedulingPolicy,
 )
@@ -129,6 +130,16 @@ class Replica:
         if not self.policy.in_flight:
             self.plan()
         return self.restart()
+
+    def run_out_of_memory(self) -> Advanced:
+        """Have the device lose all rows for want of memory for a step."""
+        if not self.policy.in_flight:
+            self.plan()
+        self.mail.clear()
+        self.runner.start_over()
+        device = msgspec.structs.replace(self.runner.room(), out_of_memory=True)
+        run(self.allocator.receive(device))
+        return self.apply(self.policy.device_ready(device))
 
     def restart(self) -> Advanced:
         """Put a new device in place of the old one."""
@@ -1838,3 +1849,73 @@ TestAnyOrder.settings = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+
+
+# A device that has not the memory for a step.
+
+
+def test_a_step_that_was_too_large_is_tried_with_half_as_many_tokens() -> None:
+    replica = Replica(max_step_tokens=64)
+    for number in range(8):
+        replica.add(f"r{number}", 8, 20)
+
+    replica.run_out_of_memory()
+    assert replica.policy.max_tokens == 32
+    replica.run_out_of_memory()
+    assert replica.policy.max_tokens == 16
+
+    step = replica.step()
+    assert step is not None
+    assert sum(admit.num_tokens for admit in step.admits) == 16
+    replica.drain()
+    assert {end.finish for end in replica.ends.values()} == {FinishReason.LENGTH}
+    for number in range(8):
+        assert replica.output[f"r{number}"] == alone(range(1, 9), 20)
+
+
+def test_nobody_is_to_blame_for_a_step_of_many() -> None:
+    replica = Replica(max_step_tokens=64, max_rows=32)
+    requests = [replica.add(f"r{number}", 1, 5) for number in range(32)]
+
+    for most in (16, 8, 4, 2):
+        replica.run_out_of_memory()
+        assert replica.policy.max_tokens == most
+
+    assert {request.crashes for request in requests} == {0}
+
+
+def test_a_request_that_has_not_the_memory_alone_is_failed_by_name() -> None:
+    replica = Replica(max_step_tokens=64)
+    replica.add("large", 60, 5)
+
+    for _ in range(MAX_RETRIES + 1):
+        assert replica.ends == {}
+        replica.run_out_of_memory()
+
+    failure = replica.ends["large"].failure
+    assert failure is not None
+    assert failure.message == "the device ran out of memory 4 times while it ran this request"
+
+
+def test_larger_steps_are_tried_again_after_many_that_went_well() -> None:
+    replica = Replica(max_step_tokens=64, num_blocks=2000, max_model_len=4000)
+    replica.add("long", 20, 3 * STEPS_TO_GROW)
+    replica.run_out_of_memory()
+    assert replica.policy.max_tokens == 10
+
+    seen = set()
+    while "long" not in replica.ends:
+        replica.step()
+        seen.add(replica.policy.max_tokens)
+
+    assert seen == {10, 20, 40, None}
+
+
+def test_a_new_device_is_not_held_to_what_the_old_one_had_room_for() -> None:
+    replica = Replica(max_step_tokens=64)
+    replica.add("a", 20, 5)
+    replica.run_out_of_memory()
+
+    replica.restart()
+
+    assert replica.policy.max_tokens is None

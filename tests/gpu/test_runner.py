@@ -21,7 +21,7 @@ from callboard.gpu.memory import blocks_for
 from callboard.gpu.model_slot import NotReady
 from callboard.gpu.runner import ModelRunner, RunnerConfig
 from callboard.messages.base import pack_ids, unpack_floats, unpack_ids
-from callboard.messages.errors import ConfigError
+from callboard.messages.errors import ConfigError, OutOfMemory
 from callboard.messages.steps import Admit, Continue, Grant, RowSampling, RunStep, StepDone
 
 BLOCK_TOKENS = 4
@@ -1105,3 +1105,23 @@ def test_it_runs_on_a_thread_of_its_own_with_that_many_threads() -> None:
 
     assert outputs[0] == [num_threads, num_threads]
     assert outputs[1] == run_one(make_runner(), make_sampling(max_tokens=3)).output
+
+
+def test_a_runner_starts_over_after_a_step_it_had_not_the_memory_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(inputs: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    runner = make_runner()
+    before = run_step(runner, make_sampling()).token_ids
+    with monkeypatch.context() as broken:
+        broken.setattr(runner, "_hidden", fail)
+        with pytest.raises(OutOfMemory, match="no memory"):
+            runner.execute(RunStep(step=2))
+
+    runner.start_over()
+
+    assert runner.num_rows == 0
+    assert runner.kv_bytes > 0
+    assert run_step(runner, make_sampling()).token_ids == before

@@ -1,8 +1,11 @@
 """The embedded engine, whole, over a runner that counts up instead of computing."""
 
+import asyncio
+import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from callboard.messages.errors import (
     StartFailed,
     UnknownRequest,
     Unreachable,
+    WrongThread,
 )
 from callboard.messages.requests import ChatMessage, Delta, FinishReason, TextPrompt, TokenPrompt
 from callboard.messages.sampling import SamplingParams
@@ -1224,6 +1228,135 @@ async def test_a_stream_that_outlives_its_engine_is_told() -> None:
         async with trio.open_nursery() as nursery, opened() as engine:
             await engine.pause()
             await nursery.start(read, engine)
+
+
+async def use_elsewhere(use: Callable[[], Awaitable[object]]) -> None:
+    """Use an engine in a thread with a trio run of its own."""
+
+    async def run() -> None:
+        await use()
+
+    await trio.to_thread.run_sync(trio.run, run)
+
+
+async def test_an_engine_is_refused_to_other_threads_by_name(engine: Engine) -> None:
+    async def enter() -> None:
+        async with engine.submit([5], max_tokens=2):
+            pass
+
+    for use in (
+        enter,
+        lambda: engine.generate([[5]], max_tokens=2),
+        lambda: engine.add_request("a", [5], max_tokens=2),
+        engine.pause,
+        engine.status,
+        lambda: engine.abort("a"),
+    ):
+        with pytest.raises(WrongThread, match="from_thread"):
+            await use_elsewhere(use)
+
+    [answer] = await engine.generate([[5]], max_tokens=2)
+    assert answer.token_ids == [6, 7]
+
+
+async def test_an_engine_is_refused_to_an_asyncio_program_by_name(engine: Engine) -> None:
+    async def use() -> None:
+        await engine.generate([[5]], max_tokens=2)
+
+    with pytest.raises(WrongThread):
+        await trio.to_thread.run_sync(asyncio.run, use())
+
+
+async def test_another_thread_can_send_its_call_to_the_engines(engine: Engine) -> None:
+    token = trio.lowlevel.current_trio_token()
+
+    def use() -> Any:
+        return trio.from_thread.run(lambda: engine.generate([[5]], max_tokens=2), trio_token=token)
+
+    [answer] = await trio.to_thread.run_sync(use)
+
+    assert answer.token_ids == [6, 7]
+
+
+def test_an_engine_can_be_opened_in_any_thread_and_leaves_signals_alone() -> None:
+    def handlers() -> list[Any]:
+        return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    async def use() -> list[Any]:
+        async with opened() as engine:
+            during = handlers()
+            [answer] = await engine.generate([[5]], max_tokens=2)
+        assert answer.token_ids == [6, 7]
+        return during
+
+    before = handlers()
+    with ThreadPoolExecutor() as pool:
+        during = pool.submit(trio.run, use).result(20)
+
+    assert during == handlers() == before
+    assert device_threads() == []
+
+
+class CancelsAt(trio.abc.Instrument):
+    """Cancels a scope when so many turns of tasks have been made."""
+
+    def __init__(self, scope: trio.CancelScope, turns: int) -> None:
+        self.turns = 0
+        self._scope = scope
+        self._at = turns
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.turns += 1
+        if self.turns == self._at:
+            self._scope.cancel("the test's instrument")
+
+
+async def use_until(turns: int) -> int:
+    """Open an engine and use it, cancelled after so many turns; returns how many there were."""
+    scope = trio.CancelScope()
+    cancels = CancelsAt(scope, turns)
+    trio.lowlevel.add_instrument(cancels)
+    try:
+        with scope:
+            async with opened() as engine:
+                async with engine.submit([5], max_tokens=3) as stream:
+                    await stream.completion()
+                await engine.pause()
+    finally:
+        trio.lowlevel.remove_instrument(cancels)
+    return cancels.turns
+
+
+async def test_an_engine_can_be_cancelled_at_any_moment_and_nothing_of_it_is_left() -> None:
+    with trio.fail_after(60.0):
+        whole = await use_until(10**9)
+        tasks = trio.lowlevel.current_statistics().tasks_living
+        for turns in range(1, whole, max(1, whole // 150)):
+            await use_until(turns)
+
+            assert device_threads() == []
+            assert trio.lowlevel.current_statistics().tasks_living == tasks
+
+
+async def test_an_exception_of_the_caller_at_any_moment_comes_out_and_nothing_is_left() -> None:
+    class Mine(Exception):
+        pass
+
+    async def use(place: int) -> None:
+        async with opened() as engine:
+            if place == 0:
+                raise Mine
+            async with engine.submit([5], max_tokens=200) as stream:
+                if place == 1:
+                    raise Mine
+                async for _ in stream:
+                    raise Mine
+
+    for place in range(3):
+        with pytest.raises(Mine):
+            await use(place)
+
+        assert device_threads() == []
 
 
 async def test_settings_and_their_fields_are_not_given_together() -> None:

@@ -166,7 +166,7 @@ async def test_a_supervisor_ends_in_good_order_with_a_significant_child(
     auto: AutoShutdown,
     ends: bool,
 ) -> None:
-    significant = {"restart": restart, "significant": True}
+    significant: dict[str, Any] = {"restart": restart, "significant": True}
     children = [family.part("a"), family.part("b", **significant), family.part("c", **significant)]
     await family.live(*children, auto_shutdown=auto)
     family.diary.clear()
@@ -182,7 +182,7 @@ async def test_a_supervisor_may_end_with_the_last_of_its_significant_children(
     autojump_clock: MockClock,
     family: Family,
 ) -> None:
-    significant = {"restart": Restart.TRANSIENT, "significant": True}
+    significant: dict[str, Any] = {"restart": Restart.TRANSIENT, "significant": True}
     children = [family.part("a"), family.part("b", **significant), family.part("c", **significant)]
     await family.live(*children, auto_shutdown=ALL)
 
@@ -196,7 +196,7 @@ async def test_a_supervisor_may_end_with_the_last_of_its_significant_children(
 async def test_a_significant_child_that_goes_with_its_sibling_ends_nobody(
     autojump_clock: MockClock, family: Family
 ) -> None:
-    significant = {"restart": Restart.TEMPORARY, "significant": True}
+    significant: dict[str, Any] = {"restart": Restart.TEMPORARY, "significant": True}
     children = [family.part("a"), family.part("b", **significant), family.part("c")]
     await family.live(*children, auto_shutdown=ANY, strategy=Strategy.ONE_FOR_ALL)
 

@@ -1,6 +1,7 @@
 """What the commands print."""
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ import pytest
 from callboard.messages.control import (
     ChildAck,
     ControlReply,
+    LifeEnd,
     NodeStatus,
     ReplicaStatus,
     State,
@@ -101,6 +103,28 @@ def test_status_shows_the_state_and_the_tree_a_line_each(
         "  replica-0  running pid=11 restarts=2",
         "    replica-0/scheduler  running pid=11 steps=7 running=1",
     ]
+
+
+def test_status_shows_what_parts_ended_of_and_who_is_late(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ends = (LifeEnd(at=0.0, reason="it was killed"), LifeEnd(at=1.0, reason=""))
+    replica = NodeStatus(
+        name="replica-0", kind="", state=State.RUNNING, restarts=2, ends=ends, late=True
+    )
+    tree = NodeStatus(
+        name="root", kind="", state=State.RUNNING, children=(replica,), restarts_left=8
+    )
+
+    render.status(msgspec.structs.replace(STATUS, tree=tree, late=("replica-0",)))
+
+    out, complaint = capsys.readouterr()
+    assert "root  running pid=0 restarts_left=8" in out
+    assert "  replica-0  running late pid=0 restarts=2" in out
+    [end] = [line for line in out.splitlines() if "!" in line]
+    assert end.endswith("it was killed")
+    assert re.match(r"    ! (1969|1970)-\d\d-\d\d \d\d:\d\d:00", end)
+    assert complaint == "callboard: status: no answer in time from replica-0\n"
 
 
 @pytest.mark.parametrize("message", [PAUSED, STATUS])

@@ -25,6 +25,7 @@ from callboard.messages.errors import (
 )
 from callboard.messages.membership import Role
 from callboard.messages.requests import FinishReason
+from callboard.supervision import process
 from callboard.supervision.engine import Engine, connect
 from callboard.supervision.keys import add_key, make_keys
 from callboard.supervision.serve import serve
@@ -326,7 +327,61 @@ async def test_a_replica_that_does_not_react_is_named_and_asked_again(folder: Pa
         assert took < 3.0
         assert status.state is State.PAUSING
         assert [(one.name, one.pid) for one in status.replicas] == [("replica-0", pid)]
+        assert status.late == ("replica-0",)
         assert (await engine.pause()).state is State.PAUSED
+
+
+STUCK, LOST, LOOP_STUCK = 900, 901, 902
+
+
+@pytest.mark.parametrize(
+    ("culprit", "timeouts", "reason"),
+    [
+        (STUCK, {"step_timeout_s": 0.5}, "a step has not ended in 0.5 s"),
+        (LOST, {}, "its context is dead"),
+        (LOOP_STUCK, {"loop_timeout_s": 1.0}, "its event loop had been stuck for 1 s"),
+    ],
+)
+async def test_a_replica_whose_device_or_loop_is_gone_is_replaced(
+    folder: Path,
+    culprit: int,
+    timeouts: dict[str, float],
+    reason: str,
+) -> None:
+    ends: dict[int, list[int]] = {}
+
+    async def generate(engine: Engine, first: int) -> None:
+        async with engine.submit([first], max_tokens=90) as stream:
+            ends[first] = (await stream.completion()).token_ids
+
+    async with ready(folder, **timeouts) as (_, engine):
+        pid = (await replica(engine)).pid
+        async with trio.open_nursery() as nursery:
+            for first in (0, culprit):
+                nursery.start_soon(generate, engine, first)
+
+        [node] = (await engine.status()).tree.children[-1].children
+        assert node.restarts == 1
+        assert reason in node.ends[0].reason
+        assert not is_alive(pid)
+    assert ends == {first: list(range(first + 1, first + 91)) for first in (0, culprit)}
+
+
+async def test_a_replica_that_is_stopped_for_good_is_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "SILENCE_GRACE_S", 3.0)  # a living one is heard of each second
+    async with ready(folder, loop_timeout_s=0.5) as (_, engine):
+        async with engine.submit([0], max_tokens=200) as stream:
+            await read(stream, 1)
+            pid = (await replica(engine)).pid
+            os.kill(pid, signal.SIGSTOP)
+
+            answer = await stream.completion()
+
+        assert (await replica(engine)).restarts == 1
+        assert not is_alive(pid)
+    assert answer.token_ids == list(range(1, 201))
 
 
 async def test_a_server_that_is_cancelled_leaves_no_process_and_no_file(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Supervisors over scripted children: starts, stops, restarts, verbs and status."""
 
+import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -1305,6 +1306,25 @@ async def test_status_tells_of_the_whole_tree(autojump_clock: MockClock, stage: 
     [b] = node.children[1].children
     assert (b.name, b.kind, b.state, b.restarts) == ("b", "Part", State.PAUSED, 1)
     assert node.children[1].state is State.PAUSED
+    assert not any(child.late for child in (node, *node.children, b))
+
+
+async def test_status_tells_of_ends_and_of_the_restarts_that_are_left(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    await stage.play("a", "b", intensity=Intensity(restarts=3, period_s=60.0, backoff_s=0.0))
+    for name in "ab":
+        await stage.tell(name, Crash())
+    await stage.tell("b", Leave())
+
+    node = await stage.node()
+
+    assert node.restarts_left == 0
+    ends = [[end.reason for end in child.ends] for child in node.children]
+    assert ends == [["RuntimeError: ouch"], ["RuntimeError: ouch", ""]]
+    assert node.children[0].ends[0].at == pytest.approx(time.time(), abs=60.0)
+    await trio.sleep(61.0)
+    assert (await stage.node()).restarts_left == 3
 
 
 async def test_status_is_answered_at_once_while_a_verb_waits(
@@ -1368,4 +1388,5 @@ async def test_status_shows_what_is_known_of_a_child_that_does_not_answer(
 
     assert [child.name for child in node.children] == ["a", "mute"]
     assert node.children[1].state is State.RUNNING
+    assert [child.late for child in node.children] == [False, True]
     assert trio.current_time() - began < 3.0
