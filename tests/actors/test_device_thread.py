@@ -150,8 +150,9 @@ async def test_a_thread_that_hangs_is_left_behind_with_all_it_was_still_to_do() 
     thread.start()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(thread.run, gate)
-        nursery.start_soon(thread.run, ran.set)
         await gate.wait_entered()
+        nursery.start_soon(thread.run, ran.set)
+        await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
 
     stack = thread.leave_behind()
