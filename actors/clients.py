@@ -9,7 +9,6 @@ when a session ended nobody knows; it is kept for its request until the client a
 """
 
 from collections import deque
-from collections.abc import Iterator
 
 import msgspec
 
@@ -149,9 +148,6 @@ class Clients:
 
     def __len__(self) -> int:
         return len(self._by_key)
-
-    def __iter__(self) -> Iterator[Client]:
-        return iter(self._by_key.values())
 
     def get(self, key: ClientKey) -> Client | None:
         """Return a client, be it there or away."""

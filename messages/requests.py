@@ -63,7 +63,11 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
 class Submit(Message, frozen=True):
-    """Client → coordinator → replica: please run this; answered by Accepted or Refused."""
+    """Client → coordinator → replica: please run this; answered by Accepted or Refused.
+
+    A client that says it again in a new session, with what it has, goes on with the request that is
+    open; within a session that changes nothing. Other content under an open id is refused.
+    """
 
     request_id: RequestId
     prompt: Prompt

@@ -1254,6 +1254,21 @@ async def test_of_a_client_that_is_away_no_more_is_kept_than_of_one_that_does_no
 # Room.
 
 
+async def test_a_timer_finds_room_in_a_mailbox_that_is_full(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r")
+    replies: list[ControlReply] = []
+    stage.background(lambda: ask_stop(stage, 5.0, replies))
+    await wait_all_tasks_blocked()
+    stage.cell.mailbox.capacity = 0
+    await trio.sleep(6.0)
+    stage.cell.mailbox.capacity = Coordinator.capacity
+    assert len(replies) == 1
+    assert replica.aborted == [replica.given[0].request_id]
+
+
 async def test_more_requests_than_there_is_room_for_are_told_when_to_try_again(
     stage: Stage,
 ) -> None:
