@@ -215,7 +215,7 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
 
     async def on_update_weights(self, verb: UpdateWeights) -> ControlReply | None:
         """Compute every row again with the new weights, unless the verb says otherwise."""
-        if self._is_busy or not self._paused:
+        if self._is_busy or not self._paused or self._stepping is not None:
             return ControlReply(verb=verb_name(verb), state=self.cell.state, refused="pause first")
         is_new = verb.version != self._policy.weights_version
         if verb.phase is UpdatePhase.COMMIT and is_new:

@@ -1201,7 +1201,7 @@ def test_what_other_weights_have_computed_is_not_shared() -> None:
     replica = Replica(prefix_caching=True)
     replica.add("a", prompt=9, max_tokens=9)
     replica.drain()
-    cached = []
+    cached: list[int] = []
     for version in (1, 1, 2):
         update_weights(replica, version, keep_kv=False)
         for name in (f"b{len(cached)}", f"c{len(cached)}"):

@@ -21,6 +21,7 @@ import zmq
 from callboard.messages.base import unpack_ids
 from callboard.messages.codec import decode_body, decode_frame
 from callboard.messages.control import ControlReply, ReplicaStatus, State, StatusReply
+from callboard.messages.errors import WeightsError
 from callboard.messages.membership import FrameRefused
 from callboard.messages.requests import FinishReason
 from callboard.supervision.engine import Engine, connect, open_engine
@@ -29,6 +30,7 @@ from callboard.supervision.stream import RequestStream
 CALLBOARD = [sys.executable, "-m", "callboard"]
 START_S = 60.0
 PROMPTS = [[number + 1, 2 * number + 3, 7] for number in range(8)]
+SMALL = ("--model", "random:tiny", "--kv-cache-gb", "0.02", "--listen", "tcp://127.0.0.1:0")
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 600}
 
 
@@ -97,8 +99,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @contextmanager
 def serve(folder: Path, *arguments: str) -> Iterator[Server]:
-    small = ("--model", "random:tiny", "--kv-cache-gb", "0.02", "--listen", "tcp://127.0.0.1:0")
-    server = Server(folder, *(arguments or small))
+    server = Server(folder, *(arguments or SMALL))
     try:
         yield server
     finally:
@@ -109,6 +110,14 @@ def serve(folder: Path, *arguments: str) -> Iterator[Server]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server for all tests that leave it as they found it."""
     with serve(tmp_path_factory.mktemp("shared")) as shared:
+        shared.wait_ready()
+        yield shared
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of two replicas for all tests about weights."""
+    with serve(tmp_path_factory.mktemp("pair"), *SMALL, "--replicas", "2") as shared:
         shared.wait_ready()
         yield shared
 
@@ -275,11 +284,9 @@ async def test_streams_go_on_after_their_replica_stood_still(server: Server) -> 
 
 
 async def test_two_processes_change_their_weights_under_open_requests_and_keep_them(
-    tmp_path: Path,
+    pair: Server,
 ) -> None:
-    small = ("--model", "random:tiny", "--kv-cache-gb", "0.02", "--listen", "tcp://127.0.0.1:0")
-    with serve(tmp_path, *small, "--replicas", "2") as pair, trio.fail_after(2 * START_S):
-        pair.wait_ready()
+    with trio.fail_after(2 * START_S):
         command = partial(run, endpoint=pair.endpoint)
         refused = await trio.to_thread.run_sync(command, "update-weights", "random:tiny#2")
         async with connect(pair.endpoint) as engine:
@@ -318,6 +325,29 @@ async def test_two_processes_change_their_weights_under_open_requests_and_keep_t
     assert [answer.token_ids for answer in again] == [answer.token_ids for answer in wanted]
     assert {answer.weights_version for answer in again} == {4}
     assert after.weights_version == 4
+
+
+async def test_a_process_that_stands_still_keeps_all_from_new_weights_and_goes_on_with_the_old(
+    pair: Server,
+) -> None:
+    with trio.fail_after(2 * START_S):
+        async with connect(pair.endpoint) as engine:
+            [before] = await engine.generate([[5, 6]], temperature=0.0, max_tokens=20)
+            await engine.pause()
+            status = await engine.status()
+            os.kill(status.replicas[0].pid, signal.SIGSTOP)
+            try:
+                with pytest.raises(WeightsError, match="no answer in time from replica-0"):
+                    await engine.update_weights("random:tiny#3", timeout=2.0)
+            finally:
+                os.kill(status.replicas[0].pid, signal.SIGCONT)
+            await engine.unpause()
+            after = await engine.generate([[5, 6]] * 4, temperature=0.0, max_tokens=20)
+
+            assert [one.token_ids for one in after] == [before.token_ids] * 4
+            now = await engine.status()
+    assert now.weights_version == status.weights_version
+    assert [one.weights_version for one in now.replicas] == [now.weights_version] * 2
 
 
 # Strangers

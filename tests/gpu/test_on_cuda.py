@@ -29,7 +29,7 @@ from callboard.gpu.memory import blocks_for
 from callboard.gpu.runner import ModelRunner, RunnerConfig
 from callboard.gpu.sampling import SampleResult, SamplingRows, sample, uniforms
 from callboard.messages.base import pack_ids, unpack_ids
-from callboard.messages.control import State
+from callboard.messages.control import State, Weights
 from callboard.messages.errors import ConfigError
 from callboard.messages.steps import Admit, Continue, Grant, RowSampling, RunStep
 from callboard.supervision.default_model import default_model
@@ -589,6 +589,25 @@ def test_what_is_offloaded_is_free_by_the_drivers_count_and_comes_back_to_the_bi
     assert again[0].cpu().equal(k_cache)
     assert again[1].cpu().equal(v_cache)
     assert generate(runner, PROMPTS) == before
+
+
+@pytest.mark.parametrize("room", [1.1, 1e6])
+def test_new_weights_take_the_old_ones_place_with_room_for_both_and_without(
+    monkeypatch: pytest.MonkeyPatch, room: float
+) -> None:
+    monkeypatch.setattr("callboard.gpu.model_slot.ROOM", room)
+    new = Weights(source="random:tiny#2", version=1)
+    runner = make_runner("cuda", model="random:tiny", num_blocks=64)
+    before = generate(runner, PROMPTS)
+
+    runner.prepare_weights(new)
+    runner.cancel_weights()
+    assert generate(runner, PROMPTS) == before
+    runner.prepare_weights(new)
+    runner.commit_weights(new)
+
+    wanted = generate(make_runner("cuda", model=new.source, num_blocks=64), PROMPTS)
+    assert before != wanted == generate(runner, PROMPTS)
 
 
 def test_a_cache_that_does_not_fit_fails_when_it_is_allocated() -> None:
