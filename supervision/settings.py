@@ -41,11 +41,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     batch_invariant: bool = False  # the same bits whatever the batch, many times slower
     max_model_len: int = 0  # tokens of a sequence, prompt and output; 0 is the model's own limit
     start_timeout_s: float = 600.0
+    step_timeout_s: float = 600.0  # longest forward pass; then its device is given up; 0 is never
+    loop_timeout_s: float = 30.0  # longest silence of a replica process; then it is replaced
     max_restarts: int = 10  # of replica processes, counted until one is well for:
     restart_period_s: float = 60.0
     drain_s: float = 30.0  # what open requests get when a signal ends the server
-    step_timeout_s: float = 600.0  # longest forward pass; then its device is given up; 0 is never
-    loop_timeout_s: float = 30.0  # longest silence of a replica process; then it is replaced
     log_level: str = "warning"
     log_json: bool = False
     journal: str = ""  # folder for journals of all messages; "" keeps none

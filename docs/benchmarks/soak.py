@@ -134,7 +134,8 @@ def measure(pid: int) -> Measure:
 
 async def soak(endpoint: str, pid: int, *, rounds: int, seconds: float, seed: int) -> bool:
     """Run the rounds; returns whether all was right."""
-    rng, tally, measures = random.Random(seed), Tally(), []
+    rng, tally = random.Random(seed), Tally()
+    measures: list[Measure] = []
     async with connect(endpoint) as engine:
         began = time.monotonic()
         wanted = await listen_to_all(engine, tally)

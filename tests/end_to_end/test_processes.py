@@ -42,7 +42,7 @@ class Server:
         self.lines: list[str] = []
         self.endpoint = ""
         self._errors = (folder / "errors").open("w+")
-        (folder / "tmp").mkdir()
+        (folder / "tmp").mkdir(exist_ok=True)
         self.process = subprocess.Popen(
             [*CALLBOARD, "serve", *arguments],
             stdout=subprocess.PIPE,
@@ -280,6 +280,23 @@ async def test_streams_go_on_after_their_replica_stood_still(server: Server) -> 
     assert len(answer.token_ids) == GREEDY["max_tokens"]
 
 
+async def test_streams_go_on_after_their_server_stood_still(server: Server) -> None:
+    with trio.fail_after(START_S):
+        async with (
+            connect(server.endpoint) as engine,
+            engine.submit(PROMPTS[0], **GREEDY) as stream,
+        ):
+            await read(stream, 5)
+            pid = (await replica(engine)).pid
+            server.process.send_signal(signal.SIGSTOP)
+            await trio.sleep(2.0)
+            server.process.send_signal(signal.SIGCONT)
+            answer = await stream.completion()
+
+            assert (await replica(engine)).pid == pid
+    assert len(answer.token_ids) == GREEDY["max_tokens"]
+
+
 # New weights
 
 
@@ -486,6 +503,122 @@ def test_no_replica_outlives_a_root_that_is_killed(fresh: Server) -> None:
             await all_ended(pids)
 
     trio.run(kill_root)
+    assert fresh.wait() == -signal.SIGKILL
+    assert fresh.leftovers() == []
+
+
+def test_no_replica_outlives_a_root_that_is_killed_while_it_stands_still(fresh: Server) -> None:
+    fresh.wait_ready()
+
+    async def stop_and_kill_root() -> None:
+        with trio.fail_after(START_S):
+            async with connect(fresh.endpoint) as engine:
+                pids = [one.pid for one in (await engine.status()).replicas]
+            fresh.process.send_signal(signal.SIGSTOP)
+            fresh.process.kill()
+            await all_ended(pids)
+
+    trio.run(stop_and_kill_root)
+    assert fresh.leftovers() == []
+
+
+def test_no_replica_outlives_a_server_that_was_detached_and_is_killed(tmp_path: Path) -> None:
+    """A server that has been forked twice is nobody's child, as under a service manager."""
+    out, temp = tmp_path / "out", tmp_path / "tmp"
+    temp.mkdir()
+    command = f"{' '.join(CALLBOARD)} serve --model random:tiny --listen tcp://127.0.0.1:0"
+    shell = f"(setsid {command} > {out} 2>&1 < /dev/null & echo $! > {tmp_path}/pid) &"
+    subprocess.run(["sh", "-c", shell], check=True, env=environment(TMPDIR=str(temp)))
+
+    async def kill_it() -> None:
+        with trio.fail_after(START_S):
+            while not (out.exists() and "ready at" in out.read_text()):  # noqa: ASYNC110  # a file
+                await trio.sleep(0.05)
+            async with connect(out.read_text().split()[-1]) as engine:
+                status = await engine.status()
+            os.kill(status.tree.pid, signal.SIGKILL)
+            await all_ended([status.tree.pid, *(one.pid for one in status.replicas)])
+
+    trio.run(kill_it)
+    assert list(temp.iterdir()) == []
+
+
+def test_what_is_left_when_all_are_killed_is_removed_by_the_next_server(
+    fresh: Server, tmp_path: Path
+) -> None:
+    fresh.wait_ready()
+
+    async def kill_all() -> None:
+        with trio.fail_after(START_S):
+            async with connect(fresh.endpoint) as engine:
+                [one] = (await engine.status()).replicas
+            os.kill(one.pid, signal.SIGSTOP)
+            fresh.process.kill()
+            os.kill(one.pid, signal.SIGKILL)
+            await all_ended([one.pid])
+
+    trio.run(kill_all)
+    fresh.wait()
+    [left] = fresh.leftovers()
+
+    (tmp_path / "n").mkdir()
+    (tmp_path / "n" / "tmp").symlink_to(tmp_path / "tmp")
+    with serve(tmp_path / "n") as another:
+        another.wait_ready()
+        assert left not in another.leftovers()
+        another.process.terminate()
+        assert another.wait() == 0
+    assert fresh.leftovers() == []
+
+
+def test_requests_get_the_time_to_drain_that_was_asked_for(tmp_path: Path) -> None:
+    small = ("--model", "random:tiny", "--listen", "tcp://127.0.0.1:0")
+    with serve(tmp_path, *small, "--drain-s", "0") as hurried:
+        hurried.wait_ready()
+
+        ends = trio.run(signal_while_streaming, hurried, signal.SIGTERM)
+
+        assert ends == [FinishReason.ABORT] * 4
+        assert hurried.wait() == 0
+        assert hurried.leftovers() == []
+
+
+def test_a_server_to_which_nobody_listens_any_more_drains_all_the_same(fresh: Server) -> None:
+    fresh.wait_ready()
+    assert fresh.process.stdout is not None
+    fresh.process.stdout.close()
+
+    async def end() -> FinishReason:
+        with trio.fail_after(START_S):
+            async with (
+                connect(fresh.endpoint) as engine,
+                engine.submit([5, 6], temperature=0.0, max_tokens=300) as stream,
+            ):
+                await read(stream, 1)
+                fresh.process.terminate()
+                return (await stream.completion()).finish_reason
+
+    assert trio.run(end) is FinishReason.LENGTH
+    assert fresh.wait() == 0
+    assert fresh.errors() == ""
+
+
+def test_a_third_interrupt_ends_a_server_at_once(fresh: Server) -> None:
+    fresh.wait_ready()
+
+    async def interrupt() -> None:
+        with trio.fail_after(START_S):
+            async with connect(fresh.endpoint) as engine:
+                pids = [one.pid for one in (await engine.status()).replicas]
+                os.kill(pids[0], signal.SIGSTOP)  # so that nothing ends by itself
+                for _ in range(3):
+                    fresh.process.send_signal(signal.SIGINT)
+                    await trio.sleep(0.3)
+            await all_ended(pids)
+
+    trio.run(interrupt)
+    assert fresh.wait() == 0
+    assert fresh.leftovers() == []
 
 
 def test_an_interrupt_during_the_start_ends_it_promptly(fresh: Server) -> None:
