@@ -32,6 +32,7 @@ from callboard.actors.executor import Executor, Runner
 from callboard.actors.kv_allocator import KVAllocator
 from callboard.actors.ledger import Phase
 from callboard.actors.mailbox import Letter, Reply
+from callboard.actors.policy import MAX_OVERTAKEN
 from callboard.actors.ref import LocalRef
 from callboard.actors.scheduler import Scheduler
 from callboard.actors.system import ActorSystem, open_system
@@ -42,8 +43,8 @@ from callboard.gpu.memory import blocks_for
 from callboard.gpu.models.decoder import LayerCaches
 from callboard.gpu.runner import ModelRunner, RunnerConfig
 from callboard.gpu.text import TextStream
-from callboard.messages.base import Message, pack_ids, unpack_floats, unpack_ids
-from callboard.messages.blocks import ReserveBlocks
+from callboard.messages.base import Call, Message, pack_ids, unpack_floats, unpack_ids
+from callboard.messages.blocks import BlocksGranted, ReserveBlocks
 from callboard.messages.control import (
     ControlReply,
     KVLevel,
@@ -51,6 +52,7 @@ from callboard.messages.control import (
     PauseMode,
     Resume,
     State,
+    Step,
     Suspend,
     Unpause,
     Verb,
@@ -58,14 +60,17 @@ from callboard.messages.control import (
 )
 from callboard.messages.errors import RequestError
 from callboard.messages.events import RequestStats, StepStats
+from callboard.messages.logprobs import PromptLogprobs, TopLogprobs
 from callboard.messages.requests import (
     Abort,
     Accepted,
     Delta,
     Enqueue,
+    EventKind,
     FinishReason,
     Refused,
     TokensOut,
+    Usage,
 )
 from callboard.messages.sampling import SamplingParams
 from callboard.messages.steps import (
@@ -119,7 +124,9 @@ class HashDecoder:
         assert (in_place_RL | ~is_known_RL).all(), "somebody else wrote to this block"
         sums_RL = ((ids[slots_RL].long() + 1) * mixed(place_L + 1)).cumsum(1)
         row_T = torch.repeat_interleave(metadata.cu_seqlens_q.diff())
-        return sums_RL[row_T, metadata.positions][:, None]
+        hash_T = torch.zeros(len(input_ids_T), dtype=torch.int64)  # of padding, too
+        hash_T[: len(row_T)] = sums_RL[row_T, metadata.positions[: len(row_T)]]
+        return hash_T[:, None]
 
     def logits(self, hash_R1: Tensor) -> Tensor:
         """Return float32 [R, V], each a multiple of 2^-17 from 0 to 8; seldom a row of NaN."""
@@ -204,24 +211,30 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
     seed: int
     limits: dict[str, int]
+    num_graph_sizes: int | None  # how finely the real context pads its steps
     options: dict[str, Any]  # the scheduler's
     asks: list[Ask]
     events: list[tuple[int, Event]]  # each with the letters that are read before it
-    speeds: list[int]  # of scheduler, allocator, executor
+    speeds: tuple[int, int, int]  # of scheduler, allocator, executor
 
 
-def draw(seed: int) -> Schedule:
-    """Draw a schedule."""
+SPEEDS = ((1, 1, 1), (5, 5, 1), (1, 5, 5), (1000, 1000, 1), (1, 1000, 1000))
+
+
+def draw(seed: int, *, has_logits: bool) -> Schedule:
+    """Draw a schedule, for a device that has logits or for one that has only tokens."""
     rng = random.Random(seed)
     block_tokens = rng.choice((1, 2, 3, 4, 8, 16))
     max_model_len = rng.randint(16, 64)
     starts = [draw_tokens(rng, max_model_len) for _ in range(rng.choice((1, 1, 3)))]
-    num_asks = rng.choice((3, 6, 10, 16))
+    num_asks = rng.choice((2, 4, 8, 14))
     has_text = rng.random() < 0.5
     asks = [
-        draw_ask(rng, str(number), max_model_len, starts, has_text=has_text)
+        draw_ask(rng, str(number), max_model_len, starts, has_text=has_text, has_logits=has_logits)
         for number in range(num_asks)
     ]
+    if rng.random() < 0.3:
+        asks = [like_first(rng, ask, asks[0]) for ask in asks]
     max_rows = rng.randint(1, 8)
     needed = max(blocks_for(len(ask.prompt) + most_tokens(ask) - 1, block_tokens) for ask in asks)
     return Schedule(
@@ -235,11 +248,18 @@ def draw(seed: int) -> Schedule:
             "max_step_tokens": max_rows + rng.choice((0, 3, 17, 200)),
             "max_model_len": max_model_len,
         },
+        num_graph_sizes=rng.choice((None, 3)),
         options=draw_options(rng, has_text=has_text),
         asks=asks,
         events=draw_events(rng, asks),
-        speeds=[rng.choice((1, 1, 5)) for _ in range(3)],
+        speeds=rng.choice(SPEEDS),
     )
+
+
+def like_first(rng: random.Random, ask: Ask, first: Ask) -> Ask:
+    """Return the first request again, with the same prompt or one as long: they meet at corners."""
+    prompt = rng.choice((first.prompt, draw_tokens(rng, len(first.prompt))))
+    return msgspec.structs.replace(first, request_id=ask.request_id, prompt=prompt)
 
 
 def most_tokens(ask: Ask) -> int:
@@ -250,6 +270,8 @@ def draw_options(rng: random.Random, *, has_text: bool) -> dict[str, Any]:
     return {
         "prefill_chunk_tokens": rng.choice((None, None, 1, 5, 16)),
         "prefix_caching": rng.random() < 0.6,
+        "paused_limit": rng.choice((None, None, 0, 2, 5)),
+        "pipeline_depth": rng.choice((1, 2)),
         "text_for": text_for if has_text else None,
     }
 
@@ -265,14 +287,15 @@ def draw_ask(
     starts: Sequence[list[int]],
     *,
     has_text: bool,
+    has_logits: bool,
 ) -> Ask:
     """Draw a request; two of three begin like others, and a few do not fit."""
     length = rng.choice((1, rng.randint(1, 8), rng.randint(1, max_model_len - 8)))
     prompt = rng.choice(starts)[: rng.choice((0, length // 2, length))]
     prompt = prompt + draw_tokens(rng, length - len(prompt))
     room = max_model_len - length
-    max_tokens = rng.choice((None, 1, *(rng.randint(1, room) for _ in range(12)), room + 1))
-    params = draw_params(rng, max_tokens, has_text=has_text)
+    max_tokens = rng.choice((None, 0, 1, *(rng.randint(1, room) for _ in range(12)), room + 1))
+    params = draw_params(rng, max_tokens, has_text=has_text, has_logits=has_logits)
     return Ask(
         request_id=request_id,
         prompt=prompt,
@@ -283,7 +306,9 @@ def draw_ask(
     )
 
 
-def draw_params(rng: random.Random, max_tokens: int | None, *, has_text: bool) -> SamplingParams:
+def draw_params(
+    rng: random.Random, max_tokens: int | None, *, has_text: bool, has_logits: bool
+) -> SamplingParams:
     return SamplingParams(
         temperature=rng.choice((0.0, 0.0, 0.7, 1.3)),
         top_k=rng.choice((0, 0, 0, 0, 5)),
@@ -291,12 +316,13 @@ def draw_params(rng: random.Random, max_tokens: int | None, *, has_text: bool) -
         min_p=rng.choice((0.0, 0.0, 0.0, 0.0, 0.05)),
         seed=rng.choice((None, rng.randrange(2**63))),
         max_tokens=max_tokens,
-        min_tokens=rng.choice((0, 0, min(4, max_tokens or 4))),
+        min_tokens=rng.choice((0, 0, 4 if max_tokens is None else min(4, max_tokens))),
         stop=rng.choice(((), ("a",), ("e ", "ing", "€"))) if has_text else (),
         stop_token_ids=rng.choice(((), (), (3, 7, 11))),
         include_stop=rng.random() < 0.5,
         ignore_eos=rng.random() < 0.3,
-        logprobs=rng.choice((None, None, 0, 3)),
+        logprobs=rng.choice((None, None, 0, 3)) if has_logits else None,
+        prompt_logprobs=rng.choice((None, None, 0, 3)) if has_logits else None,
         repetition_penalty=rng.choice((1.0, 1.0, 1.5)),
         presence_penalty=rng.choice((0.0, 0.0, 0.5)),
         frequency_penalty=rng.choice((0.0, 0.0, 0.3)),
@@ -329,9 +355,10 @@ def max_tokens_of(ask: Ask, limits: dict[str, int]) -> int:
 
 
 def fits(ask: Ask, limits: dict[str, int]) -> bool:
-    num_tokens = len(ask.prompt) + max_tokens_of(ask, limits)
-    needed = blocks_for(num_tokens - 1, limits["block_tokens"])
-    return num_tokens <= limits["max_model_len"] and needed <= limits["num_blocks"]
+    max_tokens = max_tokens_of(ask, limits)
+    needed = blocks_for(len(ask.prompt) + max(1, max_tokens) - 1, limits["block_tokens"])
+    is_short = len(ask.prompt) + max_tokens <= limits["max_model_len"]
+    return is_short and needed <= limits["num_blocks"]
 
 
 # The replica.
@@ -369,14 +396,36 @@ class Watched:
     def num_rows(self) -> int:
         if isinstance(self.runner, ModelRunner):
             return self.runner.num_rows
-        return len(self.runner._rows)
+        return len(self.runner.rows)
 
 
-MakeRunner = Callable[[dict[str, int]], ModelRunner | ScriptedRunner]
+MakeRunner = Callable[[dict[str, int], int | None], ModelRunner | ScriptedRunner]
+
+
+class Voice:
+    """A ref whose letters are on their way until they are delivered."""
+
+    def __init__(self, cell: Cell, said: deque[tuple[Cell, Message]]) -> None:
+        self.name = cell.name
+        self._cell = cell
+        self._said = said
+
+    async def tell(self, message: Message) -> None:
+        self._said.append((self._cell, message))
+
+    def tell_nowait(self, message: Message) -> None:
+        self._said.append((self._cell, message))
+
+    async def ask(self, call: Call[Any], *, timeout: float = 5.0) -> Any:
+        raise NotImplementedError
 
 
 class Replica:
-    """Scheduler, allocator and executor; who of them reads the next letter is the caller's say."""
+    """Scheduler, allocator and executor; who of them gets on next is the caller's say.
+
+    A turn of a part is to deliver one letter, or, when it has delivered all that it wrote, to read
+    one. So another part may get on between any two letters, as where each has a task.
+    """
 
     def __init__(
         self, system: ActorSystem, schedule: Schedule, make_runner: MakeRunner, seen: Counter[str]
@@ -384,18 +433,18 @@ class Replica:
         self.seen = seen
         self.allocator_breaks = False
         self._make_runner = make_runner
-        self._limits = schedule.limits
+        self._schedule = schedule
         self._out = system.cell("link")
         self._cells = [system.cell(name) for name in ("scheduler", "allocator", "executor")]
-        scheduler, allocator, executor = map(LocalRef[Any], self._cells)
+        self._said: list[deque[tuple[Cell, Message]]] = [deque() for _ in self._cells]
+        self._is_down = False  # allocator and executor
         self.scheduler = Scheduler(
-            allocator=allocator,
-            executor=executor,
+            allocator=self._voice(0, to=1),
+            executor=self._voice(0, to=2),
             out=LocalRef(self._out),
             eos_token_ids=(EOS,),
             **schedule.options,
         )
-        self._scheduler_ref, self._allocator_ref = scheduler, allocator
         self.runner: Watched
         self.allocator: KVAllocator
         self._executor: Executor
@@ -403,13 +452,16 @@ class Replica:
     async def start(self) -> None:
         await self._begin(self._cells[0], self.scheduler)
         await self.start_device()
+        while self.is_saying(2):  # or requests that do not fit would be accepted at first
+            await self.turn(2)
 
     async def start_device(self) -> None:
         """Begin a life of the allocator and the executor."""
         self.allocator_breaks = False
-        self.allocator = KVAllocator(self._scheduler_ref)
+        self._is_down = False
+        self.allocator = KVAllocator(self._voice(1, to=0))
         self._executor = Executor(
-            self._runner, scheduler=self._scheduler_ref, allocator=self._allocator_ref
+            self._runner, scheduler=self._voice(2, to=0), allocator=self._voice(2, to=1)
         )
         await self._begin(self._cells[1], self.allocator)
         await self._begin(self._cells[2], self._executor)
@@ -422,8 +474,17 @@ class Replica:
         self._cells[part].mailbox.put_nowait(Letter(message, reply=reply))
         return reply
 
-    async def read_letter(self, part: int) -> None:
-        """Let a part handle its next letter."""
+    async def turn(self, part: int) -> None:
+        """Let a part get on: see the class."""
+        if self._said[part]:
+            cell, message = self._said[part].popleft()
+            LocalRef[Message](cell).tell_nowait(message)
+        elif self._is_down and part == 2:
+            await self.start_device()
+        else:
+            await self._read_letter(part)
+
+    async def _read_letter(self, part: int) -> None:
         cell = self._cells[part]
         letter, actor = cell.mailbox.take_nowait(), cell.actor
         assert letter is not None
@@ -435,20 +496,39 @@ class Replica:
             await cell._handle(actor, letter)
         except Broken:
             self.seen["failures of the device"] += 1
+            self._is_down = True
+            self._said[1].clear()
             await self.stop()
-            await self.start_device()
         self._note_changes(letter.message, before)
         if self.allocator._pool is not None:
             self.allocator._pool.audit()
 
     @property
-    def with_mail(self) -> list[int]:
-        """The parts that have something to read."""
-        return [part for part, cell in enumerate(self._cells) if mail(cell)]
+    def busy(self) -> list[int]:
+        """The parts that can get on."""
+        return [part for part in range(3) if self._is_busy(part)]
+
+    def _is_busy(self, part: int) -> bool:
+        if self._is_down and part > 0:
+            return part == 2
+        return self.is_saying(part) or bool(mail(self._cells[part]))
+
+    @property
+    def is_coming_up(self) -> bool:
+        """Whether the device fails to be there, or not everybody knows that it is."""
+        return self._is_down or self.expects("DeviceReady")
+
+    def is_saying(self, part: int) -> bool:
+        """Whether letters of it are on their way."""
+        return bool(self._said[part])
 
     def expects(self, kind: str) -> bool:
-        """Whether such a message is in somebody's mailbox."""
-        return any(type(message).__name__ == kind for cell in self._cells for message in mail(cell))
+        """Whether such a message has been written and not read."""
+        return any(type(message).__name__ == kind for message in self._on_their_way())
+
+    def _on_their_way(self) -> list[Message]:
+        written = [message for said in self._said for _, message in said]
+        return written + [message for cell in self._cells for message in mail(cell)]
 
     def news(self) -> list[Message]:
         """Return what the scheduler has told the world since the last time."""
@@ -478,17 +558,31 @@ class Replica:
         cell.mailbox.capacity = actor.capacity
         await actor.on_start()
 
+    def _voice(self, part: int, *, to: int) -> Voice:
+        return Voice(self._cells[to], self._said[part])
+
     def _runner(self) -> Runner:
-        self.runner = Watched(self._make_runner(self._limits), self.seen)
+        runner = self._make_runner(self._schedule.limits, self._schedule.num_graph_sizes)
+        self.runner = Watched(runner, self.seen)
         return self.runner
 
     def _note_changes(self, message: Message, before: dict[str, Phase]) -> None:
+        if isinstance(message, BlocksGranted):
+            self._note_plan(message)
         after = self.phases()
         cause = type(message).__name__.strip("_")
         for name, phase in before.items():
             now = after.get(name, Phase.DONE)
             if now is not phase:
                 self.seen[f"{cause}: {phase.name.lower()} to {now.name.lower()}"] += 1
+
+    def _note_plan(self, granted: BlocksGranted) -> None:
+        steps = [message for message in self._on_their_way() if isinstance(message, RunStep)]
+        overtaken = [request for request in self.scheduler._policy.ledger if request.overtaken]
+        assert all(request.overtaken <= MAX_OVERTAKEN for request in overtaken)
+        self.seen["steps planned ahead"] += len(steps) > 1
+        self.seen["requests overtaken"] += len(overtaken)
+        self.seen["waits for a prefix under way"] += len(granted.deferred)
 
 
 def mail(cell: Cell) -> list[Message]:
@@ -506,6 +600,7 @@ class Operator:
         self._rng = rng
         self._next: State = State.RUNNING
         self._to_tell: deque[tuple[int, Verb]] = deque()
+        self._told = 0  # the part told last
         self._reply: Reply | None = None
 
     @property
@@ -514,7 +609,9 @@ class Operator:
 
     @property
     def is_waiting(self) -> bool:
-        return self._reply is not None and not self._reply.settled
+        if self._reply is None:
+            return False
+        return not self._reply.settled or self._replica.is_saying(self._told)
 
     async def act(self) -> None:
         """Take the next step of the verb under way, or of the next one."""
@@ -527,6 +624,7 @@ class Operator:
             self._reply = None
             if answer.refused:
                 assert answer.refused == "unpaused meanwhile"
+            self._replica.seen["steps by hand"] += answer.steps
         elif not self._to_tell:
             self._choose()
         if self._to_tell:
@@ -544,6 +642,8 @@ class Operator:
             case State.PAUSED if self._rng.random() < 0.5:
                 kv, weights = self._rng.choice(list(KVLevel)), self._rng.choice(UNREAL_WEIGHTS)
                 self._relay(Suspend(kv=kv, weights=weights), State.SUSPENDED)
+            case State.PAUSED if self._rng.random() < 0.4:
+                self._relay(Step(count=self._rng.randint(1, 4)), State.PAUSED)
             case State.PAUSED:
                 self._relay(Unpause(), State.RUNNING)
             case State.SUSPENDED:
@@ -557,9 +657,9 @@ class Operator:
 
     def _tell(self) -> None:
         part, verb = self._to_tell.popleft()
-        if isinstance(verb, Unpause):
+        if isinstance(verb, Unpause | Step):
             self._replica.runner.is_stopped = False
-        self._reply = self._replica.put(verb, part)
+        self._told, self._reply = part, self._replica.put(verb, part)
 
     def _reach(self) -> None:
         self.state = self._next
@@ -581,11 +681,11 @@ class Client:
         self.refused: set[str] = set()
         self.deltas: defaultdict[str, list[Delta]] = defaultdict(list)
         self.num_delivered: dict[str, int] = {}
-        self._num_tokens: dict[str, int] = {}
+        self.num_tokens: dict[str, int] = {}
 
     def begin(self, request_id: str, num_delivered: int) -> None:
         """Expect a request of which so many tokens are here already."""
-        self._num_tokens[request_id] = self.num_delivered[request_id] = num_delivered
+        self.num_tokens[request_id] = self.num_delivered[request_id] = num_delivered
 
     def hear(self, message: Message) -> None:
         match message:
@@ -604,8 +704,8 @@ class Client:
         name = delta.request_id
         assert name in self.seeds, "a delta before the acceptance"
         assert self.end(name) is None, "a delta behind the terminal one"
-        assert delta.start == self._num_tokens[name], "a gap, or a token twice"
-        self._num_tokens[name] += len(delta.token_ids) // 4
+        assert delta.start == self.num_tokens[name], "a gap, or a token twice"
+        self.num_tokens[name] += len(delta.token_ids) // 4
         self.deltas[name].append(delta)
 
     def end(self, request_id: str) -> FinishReason | None:
@@ -619,17 +719,21 @@ class Outcome(msgspec.Struct, kw_only=True):
     token_ids: list[int]
     text: str
     logprobs: list[float]
-    top_logprobs: list[tuple[tuple[int, float], ...]]
+    top_logprobs: list[TopLogprobs]
     finish: FinishReason | None
+    prompt_logprobs: PromptLogprobs | None = None
 
     @classmethod
     def of(cls, deltas: Sequence[Delta]) -> "Outcome":
+        scored = [delta.prompt_logprobs for delta in deltas]
+        assert sum(scores is not None for scores in scored) <= 1
         return cls(
             token_ids=[token for delta in deltas for token in unpack_ids(delta.token_ids)],
             text="".join(delta.text for delta in deltas),
             logprobs=[value for delta in deltas for value in unpack_floats(delta.logprobs)],
             top_logprobs=[top for delta in deltas for top in delta.top_logprobs],
             finish=deltas[-1].finish if deltas else None,
+            prompt_logprobs=next((scores for scores in scored if scores), None),
         )
 
     def cut(
@@ -643,6 +747,7 @@ class Outcome(msgspec.Struct, kw_only=True):
             logprobs=self.logprobs[start:end],
             top_logprobs=self.top_logprobs[start:end],
             finish=finish,
+            prompt_logprobs=None if start else self.prompt_logprobs,
         )
 
 
@@ -660,17 +765,18 @@ class Solo:
     """Runs one request at a time, without a scheduler, in a single block that has room for it."""
 
     def __init__(self, make_runner: MakeRunner) -> None:
-        self._runner = make_runner(
+        self.runner = make_runner(
             {
                 "block_tokens": 256,
                 "num_blocks": 1,
                 "max_rows": 1,
                 "max_step_tokens": 256,
                 "max_model_len": 256,
-            }
+            },
+            None,
         )
-        self._runner.load()
-        self._runner.allocate()
+        self.runner.load()
+        self.runner.allocate()
         self._steps = 0
 
     def run(self, ask: Ask, seed: int, max_tokens: int, *, has_text: bool) -> Outcome:
@@ -685,14 +791,18 @@ class Solo:
             sampling=row_sampling(ask.params, seed, max_tokens),
         )
         done = self._step(admit)
+        outcome.prompt_logprobs = done.prompt_logprobs.get(admit.row)
+        if len(ask.prompt) == 1 and ask.params.prompt_logprobs is not None:  # nothing precedes it
+            num_top = ask.params.prompt_logprobs
+            outcome.prompt_logprobs = PromptLogprobs(start=1, logprobs=b"", num_top=num_top)
         while self._goes_on(outcome, done, ask.params, text):
             done = self._step()
-        self._runner.drop((admit.row,))
+        self.runner.drop((admit.row,))
         return outcome
 
     def _step(self, *admits: Admit) -> StepDone:
         self._steps += 1
-        return self._runner.execute(RunStep(step=self._steps, admits=admits))
+        return self.runner.execute(RunStep(step=self._steps, admits=admits))
 
     def _goes_on(
         self, outcome: Outcome, done: StepDone, params: SamplingParams, text: TextStream | None
@@ -732,13 +842,14 @@ def row_sampling(params: SamplingParams, seed: int, max_tokens: int) -> RowSampl
         frequency_penalty=params.frequency_penalty,
         logit_bias=params.logit_bias,
         bad_token_ids=params.bad_token_ids,
+        prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
     )
 
 
 # Playing a schedule.
 
-MOST_LETTERS = 20_000
-"""Read by all parts together in one schedule; more, and nothing comes of it any more."""
+MOST_TURNS = 40_000
+"""Of all parts together, to end what is open; more, and nothing comes of it any more."""
 
 
 class Play:
@@ -762,27 +873,35 @@ class Play:
         for letters, event in self.schedule.events:
             await self._read_some(letters)
             await self._happen(event)
-        await self._read_some(MOST_LETTERS)
+        await self._read_all()
         while not self._operator.is_done:
             if self._operator.is_waiting:
                 await self._pass(10.0)  # a pause that drains comes to its end
-            await self._read_some(MOST_LETTERS)
+            await self._read_all()
             assert not self._operator.is_waiting, "a verb that is never acknowledged"
             await self._operator.act()
-            await self._read_some(MOST_LETTERS)
-        assert not self.replica.with_mail, "no progress"
+            await self._read_all()
         await self.replica.stop()
 
     async def _read_some(self, letters: int) -> None:
+        """Let parts have so many turns; fewer while the device comes up, when more can go wrong."""
         for _ in range(letters):
-            parts = self.replica.with_mail
-            if not parts:
+            parts = self.replica.busy
+            if not parts or (self.replica.is_coming_up and self._rng.random() < 0.3):
                 return
             await self._read(parts)
 
+    async def _read_all(self) -> None:
+        for _ in range(MOST_TURNS):
+            parts = self.replica.busy
+            if not parts:
+                return
+            await self._read(parts)
+        raise AssertionError("no progress")
+
     async def _read(self, parts: list[int]) -> None:
         speeds = [self.schedule.speeds[part] for part in parts]
-        await self.replica.read_letter(self._rng.choices(parts, speeds)[0])
+        await self.replica.turn(self._rng.choices(parts, speeds)[0])
         for message in self.replica.news():
             self.client.hear(message)
         if self._leaving:
@@ -869,8 +988,44 @@ class Play:
         if got.finish is FinishReason.ABORT:
             assert name in self.aborted or self._operator.may_abort
         start = self.client.num_delivered[name]
+        self._check_story(ask, self.client.deltas[name])
         self.replica.seen["continued from another life"] += start > 0
         assert got == like(got, self._whole(ask), ask, start, self.schedule)
+
+    def _check_story(self, ask: Ask, deltas: Sequence[Delta]) -> None:
+        """Its events make sense, and what it took is what it was and got."""
+        stands: EventKind | None = None
+        for event in (event for delta in deltas for event in delta.events):
+            if event.kind is EventKind.FIRST_TOKEN:
+                assert EventKind.PAUSED in FOLLOWS[stands] | {stands}, "it has no row"
+                continue
+            assert event.kind in FOLLOWS[stands]
+            stands = event.kind
+        assert FOLLOWS[stands] == set()
+        usage = deltas[-1].usage
+        assert usage is not None
+        assert usage == Usage(
+            prompt_tokens=len(ask.prompt),
+            cached_tokens=usage.cached_tokens,
+            output_tokens=self.client.num_tokens[ask.request_id],
+        )
+        assert 0 <= usage.cached_tokens <= len(ask.prompt)
+
+
+_ENDS = {EventKind.FINISHED, EventKind.ABORTED, EventKind.FAILED}
+
+FOLLOWS: dict[EventKind | None, set[EventKind]] = {
+    None: {EventKind.QUEUED},
+    EventKind.QUEUED: {EventKind.ADMITTED, *_ENDS},
+    EventKind.ADMITTED: {EventKind.PAUSED, EventKind.EVICTED, *_ENDS},
+    EventKind.PAUSED: {EventKind.RESUMED, EventKind.EVICTED, *_ENDS},
+    EventKind.RESUMED: {EventKind.PAUSED, EventKind.EVICTED, *_ENDS},
+    EventKind.EVICTED: {EventKind.ADMITTED, *_ENDS},
+    EventKind.FINISHED: set(),
+    EventKind.ABORTED: set(),
+    EventKind.FAILED: set(),
+}
+"""What may happen to a request after what, but for its first token."""
 
 
 def like(got: Outcome, whole: Outcome, ask: Ask, start: int, schedule: Schedule) -> Outcome:
@@ -878,14 +1033,38 @@ def like(got: Outcome, whole: Outcome, ask: Ask, start: int, schedule: Schedule)
     end, finish = len(whole.token_ids), whole.finish
     if got.finish in (FinishReason.ABORT, FinishReason.DEADLINE, None):
         end, finish = start + len(got.token_ids), got.finish
+        if not got.token_ids and got.prompt_logprobs is None:
+            whole = msgspec.structs.replace(whole, prompt_logprobs=None)
     has_text = schedule.options["text_for"] is not None
     return whole.cut(start, end, finish, text_for(ask.params) if has_text else None)
+
+
+class InPlace:
+    """A device thread that is none: its jobs are done where they are asked for."""
+
+    def __init__(self, name: str) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        pass
+
+    async def run(self, job: Callable[[], Any]) -> Any:
+        return job()
+
+
+@pytest.fixture
+def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hand no jobs from thread to thread: it takes time, and most of it on a busy machine."""
+    monkeypatch.setattr("callboard.actors.executor.DeviceThread", InPlace)
 
 
 async def play(
     seed: int, make_runner: MakeRunner, solo: Solo, seen: Counter[str], clock: MockClock
 ) -> None:
-    schedule = draw(seed)
+    schedule = draw(seed, has_logits=isinstance(solo.runner, ModelRunner))
     async with open_system() as system:
         played = Play(schedule, Replica(system, schedule, make_runner, seen), solo, clock)
         await played.run()
@@ -896,11 +1075,12 @@ async def play(
 # Two kinds of device.
 
 
-def scripted(limits: dict[str, int]) -> ScriptedRunner:
+def scripted(limits: dict[str, int], num_graph_sizes: int | None) -> ScriptedRunner:
+    """Return a device that knows no padding."""
     return ScriptedRunner(scripted_token, **limits)
 
 
-def real(limits: dict[str, int]) -> ModelRunner:
+def real(limits: dict[str, int], num_graph_sizes: int | None) -> ModelRunner:
     return ModelRunner(
         RunnerConfig(
             model="random:tiny",
@@ -912,6 +1092,7 @@ def real(limits: dict[str, int]) -> ModelRunner:
             max_rows=limits["max_rows"],
             max_tokens=limits["max_step_tokens"],
             max_model_len=limits["max_model_len"],
+            num_graph_sizes=num_graph_sizes,
         )
     )
 
@@ -947,14 +1128,14 @@ def seen() -> Counter[str]:
 
 @pytest.mark.parametrize("seed", SCRIPTED)
 async def test_with_a_scripted_device(
-    seed: int, solo_scripted: Solo, seen: Counter[str], mock_clock: MockClock
+    seed: int, in_place: None, solo_scripted: Solo, seen: Counter[str], mock_clock: MockClock
 ) -> None:
     await play(seed, scripted, solo_scripted, seen, mock_clock)
 
 
 @pytest.mark.parametrize("seed", REAL)
 async def test_with_the_real_context(
-    seed: int, solo_real: Solo, seen: Counter[str], mock_clock: MockClock
+    seed: int, in_place: None, solo_real: Solo, seen: Counter[str], mock_clock: MockClock
 ) -> None:
     await play(seed, real, solo_real, seen, mock_clock)
 
@@ -974,6 +1155,9 @@ EXPECTED = [
     "BlocksGranted: prefilling to waiting",
     "chunks that continue a prompt",
     "prompts found in part",
+    "waits for a prefix under way",
+    "requests overtaken",
+    "steps planned ahead",
     "cached blocks given up",
     "Abort: waiting to done",
     "Abort: prefilling to done",
@@ -992,12 +1176,12 @@ EXPECTED = [
     "Suspend: prefilling to waiting",
     "Suspend: decoding to waiting",
     "DeviceReady: decoding to waiting",
-    "DeviceReady: starved to waiting",
     "failures of the device",
     "pauses taken back",
     "paused reached",
     "suspended reached",
     "running reached",
+    "steps by hand",
     "ended by stop",
     "ended by length",
     "ended by error",
@@ -1083,11 +1267,11 @@ async def test_through_the_whole_engine(
     seed: int, solo_scripted: Solo, jumping_clock: MockClock
 ) -> None:
     """Here threads and tasks take turns as they like: the same number may play differently."""
-    schedule = draw(seed)
+    schedule = draw(seed, has_logits=False)
     runners: list[Watched] = []
 
     def make_runner() -> Runner:
-        runners.append(Watched(scripted(schedule.limits), Counter()))
+        runners.append(Watched(scripted(schedule.limits, None), Counter()))
         return runners[-1]
 
     options = dict(schedule.options)
@@ -1099,6 +1283,8 @@ async def test_through_the_whole_engine(
         eos_token_ids=(EOS,),
     )
     options["prefill_chunk_tokens"] = options["prefill_chunk_tokens"] or 0
+    paused_limit = options.pop("paused_limit")
+    options["paused_limit_blocks"] = -1 if paused_limit is None else paused_limit
     async with open_engine(parts=parts, **options) as engine:
         audience = Audience(engine, schedule, runners)
         await audience.play()
