@@ -7,6 +7,7 @@ import trio
 
 from callboard.actors.actor import Cell
 from callboard.actors.kv_allocator import KVAllocator
+from callboard.actors.policy import SchedulingPolicy
 from callboard.actors.routing import MAX_ATTEMPTS
 from callboard.actors.scheduler import Scheduler
 from callboard.messages.control import (
@@ -51,6 +52,7 @@ class Checks:
         self._running: Counter[str] = Counter()  # forward passes under way, by process
         self._aborts: list[list[float]] = []  # when they began, and were over
         self._nans: list[str] = []
+        self._orders: dict[str, tuple[int, int]] = {}  # of requests, when they were first seen
 
     def broke(self, what: str) -> None:
         """Note a promise that was not kept."""
@@ -139,14 +141,25 @@ class Checks:
             self.broke(f"{name} failed of {type(error).__name__}: {error}")
 
     def message_handled(self, cell: Cell) -> None:
-        """Blocks are conserved after every message."""
+        """Blocks are conserved and queues in order after every message."""
         actor = cell.actor
+        if isinstance(actor, Scheduler):
+            self._check_order(cell.name, actor._policy)
         if isinstance(actor, KVAllocator) and actor._pool is not None:
             held = Counter(block for blocks in actor._held.values() for block in blocks)
             actor._pool.audit()
             references = actor._pool.statistics().references
             if references != sum(held.values()):
                 self.broke(f"{cell.name}: {references} references, {sum(held.values())} held")
+
+    def _check_order(self, name: str, policy: SchedulingPolicy) -> None:
+        """Requests wait by priority, then in the order in which they were accepted."""
+        orders = [request.order for request in policy._waiting]
+        if orders != sorted(orders):
+            self.broke(f"{name}: requests wait in the order {orders}")
+        for request in policy._waiting:
+            if self._orders.setdefault(request.request_id, request.order) != request.order:
+                self.broke(f"{name}: {request.request_id} has lost its place")
 
     # After the run.
 

@@ -123,6 +123,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     room: Room
     delays: tuple[float, float]
     step_s: tuple[float, float]
+    window: int  # frames a side may send without credit
     clients: tuple[ClientPlan, ...]
     orders: tuple[Order, ...]
     faults: tuple[Fault, ...]
@@ -171,6 +172,7 @@ class _Draw:
             room=self._room,
             delays=rng.choice((NO_DELAY, SAME_ROOM, SAME_ROOM, FAR_AWAY)),
             step_s=rng.choice(((0.0, 0.0), (0.001, 0.02), (0.01, 0.1))),
+            window=rng.choice((4, 16, 1024, 1024)),
             clients=tuple(self._client() for _ in range(self._num_clients)),
             orders=tuple(self._orders()),
             faults=tuple(self._faults()),

@@ -17,7 +17,11 @@ from unittest.mock import patch
 import msgspec
 import trio
 
-from callboard.actors import actor as actor_module, executor as executor_module
+from callboard.actors import (
+    actor as actor_module,
+    executor as executor_module,
+    session as session_module,
+)
 from callboard.actors.actor import Actor, Cell
 from callboard.actors.mailbox import Letter
 from callboard.actors.routing import Routing
@@ -510,6 +514,7 @@ class World:
             patch.object(replica_module, "_end_of_input", end_of_input),
             patch.object(replica_module, "replica_parts", self._parts_of_child),
             patch.object(replica_module.signal, "alarm", lambda seconds: 0),
+            patch.object(session_module, "WINDOW", self.scenario.window),
             patch.object(logger, "disabled", True),
         ):
             yield

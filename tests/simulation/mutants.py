@@ -1,0 +1,400 @@
+"""Bugs on purpose, each put into the running product: the simulation has to find every one.
+
+A mutant takes the place of one method or property for the time of a run. `seed` is one that finds
+it; when the product or the simulation has changed, others are tried, and `make mutants` says which.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+
+from callboard.actors.actor import Cell
+from callboard.actors.coordinator import Coordinator
+from callboard.actors.executor import Executor
+from callboard.actors.kv_allocator import KVAllocator
+from callboard.actors.ledger import Request
+from callboard.actors.policy import Advanced, SchedulingPolicy
+from callboard.actors.routing import OpenRequest, Routing
+from callboard.actors.scheduler import Scheduler
+from callboard.actors.session import Left, _Flow, _Speaker
+from callboard.messages.blocks import BlocksGranted
+from callboard.messages.control import Pause, Suspend, Unpause
+from callboard.messages.requests import (
+    Accepted,
+    Delta,
+    FinishReason,
+    Submit,
+    TokensOut,
+)
+from callboard.messages.steps import RunStep, StepDone
+from callboard.supervision.lifecycle import Desired
+from callboard.supervision.process import ReplicaProcess
+from callboard.supervision.root import Root
+from callboard.supervision.stream import RequestStream
+
+class Mutant(msgspec.Struct, frozen=True):
+    """A bug: its name, what is wrong, a seed that finds it, and how to put it in."""
+
+    name: str
+    what: str
+    seed: int
+    apply: Callable[[], Any]
+
+
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(seed: int) -> Callable[[Callable[[], tuple[Any, str, object]]], Any]:
+    """Enter a function that says what takes the place of what; its docstring is the bug."""
+
+    def enter(function: Callable[[], tuple[Any, str, object]]) -> Any:
+        @contextmanager
+        def apply() -> Iterator[None]:
+            owner, name, replacement = function()
+            with patch.object(owner, name, replacement):
+                yield
+
+        name = function.__name__
+        MUTANTS[name] = Mutant(name, function.__doc__ or "", seed, apply)
+        return function
+
+    return enter
+
+
+# The coordinator and its ledger.
+
+
+@mutant(seed=0)
+def forgets_a_delivered_token() -> tuple[Any, str, object]:
+    """A request that is given to another replica is one delivered token short."""
+    original = OpenRequest.for_replica
+
+    def for_replica(request: OpenRequest, now: float) -> Submit:
+        submit = original(request, now)
+        return msgspec.structs.replace(submit, delivered=submit.delivered[:-4])
+
+    return OpenRequest, "for_replica", for_replica
+
+
+@mutant(seed=0)
+def forgets_what_a_client_has() -> tuple[Any, str, object]:
+    """A client that says again what it has open gets its tokens from the first on again."""
+    original = RequestStream.again
+
+    def again(stream: RequestStream) -> Submit:
+        return msgspec.structs.replace(original(stream), delivered=b"")
+
+    return RequestStream, "again", again
+
+
+@mutant(seed=0)
+def draws_another_seed() -> tuple[Any, str, object]:
+    """A request goes on elsewhere with a seed of its own."""
+
+    def accept(routing: Routing, request: OpenRequest, accepted: Accepted) -> Accepted | None:
+        if request.accepted:
+            return None
+        request.accepted = True
+        return msgspec.structs.replace(accepted, request_id=request.client_id)
+
+    return Routing, "accept", accept
+
+
+@mutant(seed=0)
+def keeps_requests_of_clients_that_left() -> tuple[Any, str, object]:
+    """Nobody ends the requests of a client that is gone."""
+    return Routing, "client_left", lambda routing, client: []
+
+
+@mutant(seed=0)
+def ends_a_request_twice() -> tuple[Any, str, object]:
+    """A request that the coordinator ends itself has two terminal deltas."""
+    original = Coordinator._end
+
+    def end(
+        coordinator: Coordinator, requests: list[OpenRequest], reason: FinishReason, *rest: Any
+    ) -> None:
+        original(coordinator, requests, reason, *rest)
+        for request in requests:
+            again = TokensOut(deltas=(request.terminal(reason),))
+            coordinator._listening.send(request.client, again)
+
+    return Coordinator, "_end", end
+
+
+@mutant(seed=0)
+def does_not_give_out_again() -> tuple[Any, str, object]:
+    """What a lost replica ran is forgotten with it."""
+    original = Routing.replica_left
+
+    def replica_left(routing: Routing, replica: bytes) -> Any:
+        again, hopeless = original(routing, replica)
+        for request in again:
+            routing._unassigned.pop(request.number, None)
+        return again, hopeless
+
+    return Routing, "replica_left", replica_left
+
+
+# Scheduling.
+
+
+@mutant(seed=0)
+def keeps_the_blocks_of_aborted_rows() -> tuple[Any, str, object]:
+    """A row that is aborted does not give its blocks back."""
+    original = SchedulingPolicy.finish
+
+    def finish(policy: SchedulingPolicy, *args: Any) -> Advanced:
+        result = original(policy, *args)
+        result.gone.clear()
+        return result
+
+    return SchedulingPolicy, "finish", finish
+
+
+@mutant(seed=0)
+def pauses_with_a_step_under_way() -> tuple[Any, str, object]:
+    """PAUSE is acknowledged though a forward pass is running."""
+    return Scheduler, "_is_busy", property(lambda scheduler: False)
+
+
+@mutant(seed=0)
+def loses_the_order_of_the_queue() -> tuple[Any, str, object]:
+    """A request that is taken off the device comes back as the youngest."""
+    original = SchedulingPolicy._requeue
+
+    def requeue(policy: SchedulingPolicy, request: Request) -> int:
+        row = original(policy, request)
+        policy._waiting.remove(request)
+        policy._waiting.append(request)
+        return row
+
+    return SchedulingPolicy, "_requeue", requeue
+
+
+@mutant(seed=0)
+def never_cancels_deadlines() -> tuple[Any, str, object]:
+    """The timer of a request's deadline outlives the request."""
+    return Scheduler, "_cancel_timer", lambda scheduler, request_id: None
+
+
+@mutant(seed=0)
+def takes_results_of_an_earlier_device() -> tuple[Any, str, object]:
+    """The result of a step counts though the device that ran it is gone."""
+
+    def is_next(policy: SchedulingPolicy, done: StepDone) -> bool:
+        return bool(policy._flights)
+
+    return SchedulingPolicy, "is_next", is_next
+
+
+@mutant(seed=0)
+def evicts_before_the_token_has_come() -> tuple[Any, str, object]:
+    """A row that waits is evicted while its last token is still under way, and again, for ever."""
+
+    def evict_beyond_limit(policy: SchedulingPolicy) -> list[int]:
+        evicted: list[int] = []
+        while policy._paused_limit is not None and policy._starved:
+            if sum(request.blocks for request in policy._starved) <= policy._paused_limit:
+                break
+            newest = max(policy._starved, key=lambda request: request.order)
+            evicted.append(policy._requeue(newest))
+        return evicted
+
+    return SchedulingPolicy, "_evict_beyond_limit", evict_beyond_limit
+
+
+@mutant(seed=0)
+def drops_the_output_of_evicted_rows() -> tuple[Any, str, object]:
+    """What a row had generated is lost when it is taken off the device."""
+    original = Request.checkpoint
+
+    def checkpoint(request: Request) -> None:
+        original(request)
+        request.output = array("i")
+
+    return Request, "checkpoint", checkpoint
+
+
+# Blocks.
+
+
+@mutant(seed=0)
+def forgets_a_release() -> tuple[Any, str, object]:
+    """Of several rows that give their blocks back at once, the last one keeps them."""
+    original = KVAllocator._release
+
+    def release(allocator: KVAllocator, rows: tuple[int, ...]) -> None:
+        original(allocator, rows[:-1] if len(rows) > 1 else rows)
+
+    return KVAllocator, "_release", release
+
+
+@mutant(seed=0)
+def keeps_its_promises_for_ever() -> tuple[Any, str, object]:
+    """Who waits for a prefix waits also when nobody is going to compute it."""
+    return KVAllocator, "_keep_promises", lambda allocator, row, hashes: None
+
+
+@mutant(seed=0)
+def keeps_the_cache_of_dropped_memory() -> tuple[Any, str, object]:
+    """The prefix cache is believed though its memory was given back."""
+
+    async def on_suspend(allocator: KVAllocator, verb: Suspend) -> Any:
+        return allocator.ack(verb)
+
+    return KVAllocator, "on_suspend", on_suspend
+
+
+@mutant(seed=0)
+def answers_for_another_step() -> tuple[Any, str, object]:
+    """Blocks granted for a question of an earlier device are used for the present one."""
+    original = Scheduler._plan
+
+    async def plan(scheduler: Scheduler, granted: BlocksGranted) -> None:
+        if scheduler._asked is not None:
+            granted = msgspec.structs.replace(granted, step=scheduler._asked)
+        await original(scheduler, granted)
+
+    return Scheduler, "_plan", plan
+
+
+# The device.
+
+
+@mutant(seed=0)
+def runs_steps_of_an_earlier_life() -> tuple[Any, str, object]:
+    """A step that was planned for a device that is gone runs on the next one."""
+    original = Executor.receive
+
+    async def receive(executor: Executor, message: Any) -> None:
+        if isinstance(message, RunStep):
+            message = msgspec.structs.replace(message, life=executor.cell.lives)
+        await original(executor, message)
+
+    return Executor, "receive", receive
+
+
+@mutant(seed=0)
+def keeps_the_memory_when_suspended() -> tuple[Any, str, object]:
+    """SUSPEND is acknowledged, and nothing was freed."""
+
+    async def on_suspend(executor: Executor, verb: Suspend) -> Any:
+        return executor.ack(verb)
+
+    return Executor, "on_suspend", on_suspend
+
+
+@mutant(seed=0)
+def takes_memory_when_restarted_suspended() -> tuple[Any, str, object]:
+    """A device that is restarted while the tree is suspended allocates all the same."""
+    original = Executor.on_start
+
+    async def on_start(executor: Executor) -> None:
+        executor.cell.suspended = None
+        await original(executor)
+
+    return Executor, "on_start", on_start
+
+
+# Verbs and supervision.
+
+
+@mutant(seed=0)
+def forgets_to_unpause_the_restarted() -> tuple[Any, str, object]:
+    """A part that was restarted paused is not unpaused when the tree is, meanwhile."""
+    original = Desired.path
+
+    def path(desired: Desired, born: Desired) -> Any:
+        return tuple(verb for verb in original(desired, born) if not isinstance(verb, Unpause))
+
+    return Desired, "path", path
+
+
+@mutant(seed=0)
+def restarts_running_what_is_paused() -> tuple[Any, str, object]:
+    """A part that is restarted while the tree is paused runs."""
+    original = Desired.after
+
+    def after(desired: Desired, verb: Any) -> Desired:
+        return desired if isinstance(verb, Pause) else original(desired, verb)
+
+    return Desired, "after", after
+
+
+@mutant(seed=0)
+def loses_its_turn() -> tuple[Any, str, object]:
+    """A verb that is refused keeps the others waiting."""
+    original = Root._do
+
+    async def do(root: Root, verb: Any, deadline: float) -> Any:
+        reply = await original(root, verb, deadline)
+        if reply.refused:
+            root._turn = type(root._turn)()
+            root._turn.acquire_nowait()
+            root._turn.release = lambda: None  # type: ignore[method-assign]
+        return reply
+
+    return Root, "_do", do
+
+
+@mutant(seed=0)
+def goes_deaf_when_an_earlier_line_ends() -> tuple[Any, str, object]:
+    """The end of a line that was replaced long ago counts as that of the present one."""
+    original = ReplicaProcess._deliver
+
+    async def deliver(process: ReplicaProcess, event: Any) -> None:
+        if isinstance(event, Left):
+            event = msgspec.structs.replace(event, peer=process._peer)
+        await original(process, event)
+
+    return ReplicaProcess, "_deliver", deliver
+
+
+@mutant(seed=0)
+def drops_deferred_answers_of_the_dead() -> tuple[Any, str, object]:
+    """Who waits for a deferred answer of an actor that failed waits for ever."""
+    return Cell, "_settle_deferred", lambda cell, failure: None
+
+
+# Sessions.
+
+
+@mutant(seed=0)
+def loses_frames_without_credit() -> tuple[Any, str, object]:
+    """What is said to a peer that is out of credit is not kept for it."""
+    original = _Flow.post
+
+    def post(flow: _Flow, frame: bytes) -> None:
+        if not flow.blocked:
+            original(flow, frame)
+
+    return _Flow, "post", post
+
+
+@mutant(seed=0)
+def answers_nobody_when_a_session_ends() -> tuple[Any, str, object]:
+    """Questions to a peer that is gone are left to their deadlines; its end is not told."""
+    original = _Speaker._tell
+
+    def tell(speaker: _Speaker, event: Any, flow: Any = None) -> None:
+        if not isinstance(event, Left):
+            original(speaker, event, flow)
+
+    return _Speaker, "_tell", tell
+
+
+@mutant(seed=0)
+def says_the_last_text_twice() -> tuple[Any, str, object]:
+    """The delta in which a request ends has its text twice."""
+    original = Routing.deliver
+
+    def deliver(routing: Routing, request: OpenRequest, delta: Delta) -> Delta:
+        told = original(routing, request, delta)
+        return msgspec.structs.replace(told, text=told.text * (2 if told.finish else 1))
+
+    return Routing, "deliver", deliver
