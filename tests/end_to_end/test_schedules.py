@@ -431,6 +431,7 @@ class Replica:
         self, system: ActorSystem, schedule: Schedule, make_runner: MakeRunner, seen: Counter[str]
     ) -> None:
         self.seen = seen
+        self._question: ReserveBlocks | None = None
         self.allocator_breaks = False
         self._make_runner = make_runner
         self._schedule = schedule
@@ -567,6 +568,8 @@ class Replica:
         return self.runner
 
     def _note_changes(self, message: Message, before: dict[str, Phase]) -> None:
+        if isinstance(message, ReserveBlocks):
+            self._question = message
         if isinstance(message, BlocksGranted):
             self._note_plan(message)
         after = self.phases()
@@ -582,7 +585,17 @@ class Replica:
         assert all(request.overtaken <= MAX_OVERTAKEN for request in overtaken)
         self.seen["steps planned ahead"] += len(steps) > 1
         self.seen["requests overtaken"] += len(overtaken)
-        self.seen["waits for a prefix under way"] += len(granted.deferred)
+        self.seen["waits for a prefix under way"] += self._num_put_off(granted)
+
+    def _num_put_off(self, granted: BlocksGranted) -> int:
+        """How many new rows got nothing, though there was budget, and blocks as far as is known."""
+        question = self._question
+        if question is None or question.step != granted.step or not granted.chunks:
+            return 0
+        if sum(granted.chunks.values()) == question.budget or granted.denied:
+            return 0
+        whole = [new for new in question.admit if new.prompt_tokens <= new.chunk_tokens]
+        return sum(new.row not in granted.blocks for new in whole)
 
 
 def mail(cell: Cell) -> list[Message]:

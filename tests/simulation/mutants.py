@@ -36,6 +36,7 @@ from callboard.supervision.process import ReplicaProcess
 from callboard.supervision.root import Root
 from callboard.supervision.stream import RequestStream
 
+
 class Mutant(msgspec.Struct, frozen=True):
     """A bug: its name, what is wrong, a seed that finds it, and how to put it in."""
 
