@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import trio
@@ -665,7 +665,7 @@ async def test_an_ipc_endpoint_without_a_usable_path_is_refused(
 
 @pytest.mark.parametrize("limit", ["max_message_bytes", "send_hwm", "receive_hwm"])
 async def test_a_socket_without_limits_is_refused(context: ZmqContext, limit: str) -> None:
-    limits = {"max_message_bytes": 1024, "send_hwm": 1, "receive_hwm": 1, limit: 0}
+    limits: Any = {"max_message_bytes": 1024, "send_hwm": 1, "receive_hwm": 1, limit: 0}
 
     with pytest.raises(ValueError, match=f"{limit}=0"):
         context.dealer(**limits)

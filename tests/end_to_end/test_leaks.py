@@ -73,7 +73,9 @@ async def one(engine: Engine, prompt: list[int], params: SamplingParams, kind: i
 
 
 async def settle(engine: Engine) -> None:
-    """Wait until all mail about the requests before has been read."""
+    """Wait until all mail about the requests before has been read, and that has been said."""
+    await engine.generate([[1]], max_tokens=1)
+    await trio.sleep(2.0)  # of the mock clock; clients say within a second what they have read
     await engine.generate([[1]], max_tokens=1)
     await wait_all_tasks_blocked()
     gc.collect()
