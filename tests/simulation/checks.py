@@ -104,7 +104,8 @@ class Checks:
         if not reply.done:
             return
         expected = {
-            Pause: (State.PAUSED, State.SUSPENDED),
+            # A tree of which some part was late to suspend or resume is paused throughout.
+            Pause: (State.PAUSED, State.SUSPENDED, State.SUSPENDING, State.RESUMING),
             Unpause: (State.RUNNING,),
             Suspend: (State.SUSPENDED,),
             Resume: (State.RUNNING, State.PAUSED, State.PAUSING),  # where a PAUSE was late

@@ -209,7 +209,9 @@ class World:
         self.log("", "heals")
         await trio.sleep_until(self._hangs_until)
         await trio.sleep(0.5 if self._was_calm else SILENCE_S)
-        if not self.stopping:
+        if self.stopping:
+            await self._insist(Stop(drain_s=self.scenario.drain_s))
+        else:
             await self._insist(Resume())
             await self._insist(Unpause())
         with trio.move_on_after(RECOVERY_LIMIT_S) as scope:
