@@ -118,6 +118,13 @@ def alone(prompt: list[int], params: SamplingParams, seed: int) -> Generation:
     )
 
 
+def texts_of(tokens: list[int], params: SamplingParams) -> tuple[str, str]:
+    """Return the text of an output cut short, without what is held back for a stop, and with it."""
+    text = text_for(params)
+    shown = "".join(text.push(token) for token in tokens)
+    return shown, shown + text.finish()
+
+
 def prompt_scores(prompt: list[int]) -> list[float]:
     """Return the log-probabilities of all tokens of a prompt but the first."""
     return [logprob(prompt[:end]) for end in range(2, len(prompt) + 1)]

@@ -56,6 +56,12 @@ class Process:
                 async with open_system() as system:
                     self.system = system
                     result = await main(system)
+        except BaseExceptionGroup as group:
+            if not self.killed.is_set():
+                raise
+            cancelled = group.split(Exception)[1]
+            if cancelled is not None:  # what else it ran into as it died, nobody has seen
+                raise cancelled from None
         finally:
             self.alive = False
         return result

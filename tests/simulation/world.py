@@ -22,7 +22,7 @@ from callboard.actors import (
     executor as executor_module,
     session as session_module,
 )
-from callboard.actors.actor import Actor, Cell
+from callboard.actors.actor import STOP_TIMEOUT_S, Actor, Cell
 from callboard.actors.mailbox import Letter
 from callboard.actors.routing import Routing
 from callboard.actors.system import ActorSystem, Timers
@@ -207,7 +207,9 @@ class World:
         self.log("", "heals")
         await trio.sleep_until(self._hangs_until)
         await trio.sleep(0.5 if self._was_calm else SILENCE_S)
-        if not self.stopping:
+        if self.stopping:
+            await self._insist(Stop(drain_s=self.scenario.drain_s))
+        else:
             await self._insist(Resume())
             await self._insist(Unpause())
         with trio.move_on_after(RECOVERY_LIMIT_S) as scope:
@@ -454,7 +456,9 @@ class World:
                 process.kill()
 
         due = trio.current_time() + fault.killed_after_s
-        self._hangs_until = max(self._hangs_until, due)
+        # Where it cannot be killed its supervisor waits for it, and leaves it to itself then.
+        patience_s = 0.0 if self.scenario.in_processes else STOP_TIMEOUT_S
+        self._hangs_until = max(self._hangs_until, due + patience_s)
         self.timers.at(due, end)
 
     def count_step(self, number: int) -> int:
