@@ -168,6 +168,10 @@ class ModelRunner:
         """
         if self._model is not None:
             return
+        with typed_errors(self._device):
+            self._load()
+
+    def _load(self) -> None:
         if self._config.threads is not None or self._config.batch_invariant:
             # Once a number is set, MKL keeps to it; before, it may take fewer.
             torch.set_num_threads(self._config.threads or torch.get_num_threads())
@@ -184,9 +188,10 @@ class ModelRunner:
     def allocate(self) -> None:
         """Take the KV cache's memory and begin with no rows; the model must have been loaded."""
         self._loaded()
-        if self._context is None:
-            self._context = self._make_context()
-        self._context.allocate()
+        with typed_errors(self._device):
+            if self._context is None:
+                self._context = self._make_context()
+            self._context.allocate()
 
     def execute(self, step: RunStep) -> StepDone:
         """Take in what the step brings and run one forward pass over every row that can run.
