@@ -176,6 +176,10 @@ class ModelRunner:
         """
         if self._slot.loaded:
             return
+        with typed_errors(self._device):
+            self._load()
+
+    def _load(self) -> None:
         if self._config.threads is not None or self._config.batch_invariant:
             # Once a number is set, MKL keeps to it; before, it may take fewer.
             torch.set_num_threads(self._config.threads or torch.get_num_threads())
@@ -207,10 +211,11 @@ class ModelRunner:
         The model must have been loaded.
         """
         _ = self._slot.model
-        if self._context is None:
-            self._context = self._make_context()
-        was_offloaded = self._context.offloaded
-        self._context.allocate()
+        with typed_errors(self._device):
+            if self._context is None:
+                self._context = self._make_context()
+            was_offloaded = self._context.offloaded
+            self._context.allocate()
         if was_offloaded:
             release_memory(self._device)  # the host's
 

@@ -345,6 +345,9 @@ class Supervisor(Actor[ActorExited]):
                 await self._raise(child)
             except CallboardError as error:
                 self.log.error("restart failed", child=child.spec.name, reason=str(error))
+                if isinstance(cause := error.__cause__, child.spec.escalates):
+                    await self._stop_all()
+                    raise cause from None
                 return [_Failed(child.spec.name, trio.current_time())]
             self.log.info("restarted", child=child.spec.name, lives=child.cell.lives)
         return []

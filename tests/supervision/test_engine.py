@@ -17,7 +17,14 @@ import trio.testing
 import callboard
 from callboard.actors.testing import ScriptedRunner
 from callboard.messages.base import unpack_ids
-from callboard.messages.control import KVLevel, PauseMode, State, Weights, WeightsLevel
+from callboard.messages.control import (
+    KVLevel,
+    PauseMode,
+    State,
+    StatusReply,
+    Weights,
+    WeightsLevel,
+)
 from callboard.messages.errors import (
     ActorStopped,
     ConfigError,
@@ -933,6 +940,27 @@ async def test_status_shows_the_tree(engine: Engine) -> None:
     assert [child.name for child in reply.tree.children] == ["metrics", "coordinator", "replicas"]
     assert found.steps == 3
     assert found.blocks_total == found.blocks_free == 64
+
+
+async def test_status_is_answered_at_once_while_a_step_hangs_and_says_for_how_long(
+    engine: Engine, runner: GatedRunner
+) -> None:
+    def executor(status: StatusReply) -> dict[str, Any]:
+        nodes = [status.tree]
+        while not nodes[0].name.endswith("/executor"):
+            nodes = [*nodes[1:], *nodes[0].children]
+        return nodes[0].details
+
+    assert "step_s" not in executor(await engine.status())
+    runner.gate.clear()
+    async with engine.submit([5], max_tokens=3) as stream:
+        with trio.fail_after(5.0):
+            while "step_s" not in (details := executor(await engine.status())):
+                await trio.lowlevel.checkpoint()
+        runner.gate.set()
+        await stream.completion()
+
+    assert details["step_s"] >= 0
 
 
 async def test_wait_for_returns_when_the_state_is_reached(engine: Engine) -> None:

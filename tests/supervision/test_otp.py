@@ -327,6 +327,25 @@ async def test_a_failure_that_escalates_is_no_restart(
         assert isinstance(family.exited.failure.error(), DeviceLost)
 
 
+async def test_a_restart_that_fails_of_what_escalates_is_not_tried_again(
+    autojump_clock: MockClock, family: Family
+) -> None:
+    class Lost(Part):
+        async def on_start(self) -> None:
+            if self.cell.lives > 1:
+                raise DeviceLost("for good")
+
+    lost = ChildSpec(name="a", start=lambda: Lost(family.diary), escalates=(DeviceLost,))
+    await family.live(family.group("group", lost, spec={"escalates": (DeviceLost,)}))
+
+    await family.tell("a", Fail())
+
+    assert (family.lives("a"), family.lives("group")) == (2, 1)
+    assert family.exited is not None
+    assert family.exited.failure is not None
+    assert isinstance(family.exited.failure.error(), DeviceLost)
+
+
 async def test_a_failure_escalates_to_the_level_that_can_do_something_about_it(
     autojump_clock: MockClock,
     family: Family,
