@@ -1181,7 +1181,6 @@ EXPECTED = [
     "aborts beside RunStep",
     "aborts beside StepDone",
     "DeadlinePassed: waiting to done",
-    "DeadlinePassed: prefilling to done",
     "DeadlinePassed: decoding to done",
     "Pause: waiting to done",
     "Pause: decoding to done",
