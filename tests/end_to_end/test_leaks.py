@@ -26,6 +26,12 @@ REQUESTS = 2_000
 EARLIER = 400
 """Requests after which every table has the size that it keeps."""
 
+TOLERATED = 500
+"""Entries that may come and go, as those of cancelled timers do; a leak is one a request at least.
+
+A timer counts four times, with what is in it.
+"""
+
 
 def next_token(tokens: list[int]) -> int:
     return (tokens[-1] * 31 + len(tokens)) % 900
@@ -139,7 +145,8 @@ async def test_two_thousand_requests_leave_nothing_behind(
         await come_and_go(engine, REQUESTS, rng)
         await settle(engine)
 
-        assert [name for name, size in sizes(engine).items() if size > before[name] + 100] == []
+        grown = [name for name, size in sizes(engine).items() if size > before[name] + TOLERATED]
+        assert grown == []
         assert (alive(Request), alive(RequestStream)) == (0, 0)
         assert runner.rows == []
         allocator = engine._system.cells["replica-0/kv_allocator"].actor
