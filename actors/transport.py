@@ -228,6 +228,34 @@ def _answer(authenticator: ZmqSocket, answer: list[bytes]) -> None:
         return  # whom it is about has gone
 
 
+class TrustingServerPort:
+    """The part of a server's port that has nothing to guard: all peers are of this trio run."""
+
+    async def keep_door(self) -> None:
+        """End no connection."""
+
+    def check_role(self, peer: PeerKey, role: Role) -> None:
+        """Believe what a peer says of itself."""
+
+    def admit(self, peer: PeerKey) -> None:
+        """Nobody is waiting at the door."""
+
+    def dismiss(self, peer: PeerKey) -> None:
+        """Nobody has to leave."""
+
+    def cut(self, peer: PeerKey) -> None:
+        """There is no connection to end."""
+
+
+class TrustedClientPort:
+    """The part of a client's port that is let in everywhere."""
+
+    async def refusal(self) -> AccessDenied:
+        """Wait for ever."""
+        await trio.sleep_forever()
+        raise AssertionError("nobody is refused here")
+
+
 class _ZmqServerPort:
     """A ROUTER. With keys, a peer is its routing id and its key, so that none speaks as another."""
 
@@ -479,7 +507,7 @@ class _Inlet(Generic[T]):
         self._writer.close()
 
 
-class _MemoryServerPort:
+class _MemoryServerPort(TrustingServerPort):
     def __init__(self, endpoint: str, *, on_close: Callable[[], object]) -> None:
         self.endpoint = endpoint
         self.inlet = _Inlet[tuple[PeerKey, bytes]]()
@@ -497,18 +525,6 @@ class _MemoryServerPort:
             raise PeerGone(f"no peer {peer.hex()}")
         client.put(frame)
 
-    async def keep_door(self) -> None:
-        """Whoever connects here is of this trio run, and trusted with it."""
-
-    def check_role(self, peer: PeerKey, role: Role) -> None:
-        pass
-
-    def admit(self, peer: PeerKey) -> None:
-        pass
-
-    def dismiss(self, peer: PeerKey) -> None:
-        pass
-
     def cut(self, peer: PeerKey) -> None:
         self.clients.pop(peer, None)
         self.been_cut.add(peer)
@@ -520,7 +536,7 @@ class _MemoryServerPort:
             self.inlet.close()
 
 
-class _MemoryClientPort:
+class _MemoryClientPort(TrustedClientPort):
     def __init__(self, network: MemoryNetwork, endpoint: str) -> None:
         self._network = network
         self._endpoint = endpoint
@@ -548,10 +564,6 @@ class _MemoryClientPort:
         while not self._closed and self._network.server(self._endpoint) is None:
             await self._network.wait_for_listener()
         self.send_nowait(frame)
-
-    async def refusal(self) -> AccessDenied:
-        await trio.sleep_forever()
-        raise AssertionError("nobody is refused here")
 
     def close(self) -> None:
         if self._closed:

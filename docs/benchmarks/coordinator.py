@@ -26,7 +26,7 @@ from callboard.actors.ref import LocalRef
 from callboard.actors.routing import Routing
 from callboard.actors.session import SESSION
 from callboard.actors.system import open_system
-from callboard.actors.transport import ClientPort, ServerPort
+from callboard.actors.transport import ClientPort, ServerPort, TrustingServerPort
 from callboard.messages.base import Message, pack_ids
 from callboard.messages.codec import (
     decode_body,
@@ -55,7 +55,7 @@ PORTS: dict[Role, tuple[object, object]] = {
 }
 
 
-class Wire:
+class Wire(TrustingServerPort):
     """Both ends of a network that only the coordinator listens on; peers give credit at once."""
 
     def __init__(self) -> None:

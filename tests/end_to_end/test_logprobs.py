@@ -37,7 +37,8 @@ def reference(folder: Path) -> Any:
         eos_token_id=None,
     )
     torch.manual_seed(3)
-    model = transformers.LlamaForCausalLM(config).eval()
+    model: Any = transformers.LlamaForCausalLM(config)
+    model.eval()
     model.save_pretrained(folder)
     return model
 
@@ -125,7 +126,8 @@ async def test_scoring_a_prompt_that_is_cached_costs_its_tokens_again(
 
         before = await tokens_computed()
         costs = []
-        for options in ({}, {}, {"prompt_logprobs": 0}):
+        asked: list[dict[str, Any]] = [{}, {}, {"prompt_logprobs": 0}]
+        for options in asked:
             [answer] = await engine.generate([prompt], max_tokens=1, **options)
             after = await tokens_computed()
             costs.append((after - before, answer.usage.cached_tokens))

@@ -26,7 +26,9 @@ from callboard.messages.requests import FinishReason
 from callboard.messages.sampling import SamplingParams
 from callboard.messages.steps import RunStep, StepDone
 from callboard.supervision.app import ReplicaParts
-from callboard.supervision.engine import Completion, Engine, RequestStream, open_engine
+from callboard.supervision.engine import Engine, open_engine
+from callboard.supervision.record import Completion
+from callboard.supervision.stream import RequestStream
 
 VOCAB = 1000
 EOS = 999
@@ -198,8 +200,8 @@ class Read:
 
 
 async def answer(engine: Engine, prompt: Any, **options: Any) -> Completion:
-    [completion] = await engine.generate([prompt], **options)
-    return completion
+    completions: list[Completion] = await engine.generate([prompt], **options)
+    return completions[0]
 
 
 # Aborts, at any time, of anything.

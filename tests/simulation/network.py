@@ -16,7 +16,13 @@ from typing import Generic, TypeVar
 import trio
 
 from callboard.actors.system import Timers
-from callboard.actors.transport import FRAMES_PER_RECEIVE, HIGH_WATER_MARK, PeerKey
+from callboard.actors.transport import (
+    FRAMES_PER_RECEIVE,
+    HIGH_WATER_MARK,
+    PeerKey,
+    TrustedClientPort,
+    TrustingServerPort,
+)
 from callboard.actors.zmq_socket import EndpointError, PeerGone
 
 T = TypeVar("T")
@@ -157,7 +163,7 @@ class Line:
             self._network.dial(self.client)
 
 
-class SimServerPort:
+class SimServerPort(TrustingServerPort):
     """The listening end."""
 
     def __init__(self, network: "SimNetwork", owner: Owner, endpoint: str) -> None:
@@ -184,7 +190,7 @@ class SimServerPort:
         self.inlet.close()
 
 
-class SimClientPort:
+class SimClientPort(TrustedClientPort):
     """The connecting end; like a DEALER that sends only when it is connected."""
 
     def __init__(self, network: "SimNetwork", owner: Owner, endpoint: str) -> None:
