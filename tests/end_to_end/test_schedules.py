@@ -14,6 +14,7 @@ log-probs included, is compared bit for bit.
 """
 
 import dataclasses
+import enum
 import random
 import zlib
 from collections import Counter, defaultdict, deque
@@ -45,6 +46,7 @@ from callboard.gpu.runner import ModelRunner, RunnerConfig
 from callboard.gpu.text import TextStream
 from callboard.messages.base import Call, Message, pack_ids, unpack_floats, unpack_ids
 from callboard.messages.blocks import BlocksGranted, ReserveBlocks
+from callboard.messages.codec import decode_body, encode_body
 from callboard.messages.control import (
     ControlReply,
     KVLevel,
@@ -58,7 +60,7 @@ from callboard.messages.control import (
     Verb,
     WeightsLevel,
 )
-from callboard.messages.errors import RequestError
+from callboard.messages.errors import OutOfMemory, RequestError
 from callboard.messages.events import RequestStats, StepStats
 from callboard.messages.logprobs import PromptLogprobs, TopLogprobs
 from callboard.messages.requests import (
@@ -197,10 +199,18 @@ class Operate(msgspec.Struct, frozen=True):
     """The operator does something, or sees that what was asked is done."""
 
 
-class Crash(msgspec.Struct, frozen=True):
-    """The next step fails, or the next question to the allocator, and the device with it."""
+class Fault(enum.Enum):
+    """What fails next, and takes all rows along."""
 
-    of_allocator: bool
+    STEP = enum.auto()
+    MEMORY = enum.auto()  # which a step needs
+    ALLOCATOR = enum.auto()
+
+
+class Crash(msgspec.Struct, frozen=True):
+    """The device fails."""
+
+    fault: Fault
 
 
 Event = Ask | Leave | Jump | Operate | Crash
@@ -301,7 +311,7 @@ def draw_ask(
         prompt=prompt,
         params=params,
         priority=rng.choice((0, 0, 0, -1, 1)),
-        timeout_s=rng.choice((None, None, None, None, rng.uniform(0.5, 6))),
+        timeout_s=rng.choice((None, None, rng.uniform(0.1, 5))),
         delivered=0.0 if params.seed is None else rng.choice((0.0, 0.0, 0.0, rng.random())),
     )
 
@@ -335,9 +345,9 @@ def draw_events(rng: random.Random, asks: list[Ask]) -> list[tuple[int, Event]]:
     """Mix the requests with aborts, control, failures and time that passes."""
     others: list[Event] = [
         *(Leave(rng.choice(list(Phase))) for _ in range(rng.choice((0, 2, 6)))),
-        *(Jump(rng.uniform(0.1, 2.0)) for _ in range(rng.choice((0, 6)))),
+        *(Jump(rng.uniform(0.1, 2.0)) for _ in range(rng.choice((0, 3, 6)))),
         *(Operate() for _ in range(rng.choice((0, 0, 20, 60)))),
-        *(Crash(rng.random() < 0.5) for _ in range(rng.choice((0, 0, 2)))),
+        *(Crash(rng.choice(list(Fault))) for _ in range(rng.choice((0, 0, 2)))),
     ]
     events: list[Event] = [*asks]
     for other in others:
@@ -374,7 +384,7 @@ class Watched:
     def __init__(self, runner: ModelRunner | ScriptedRunner, seen: Counter[str]) -> None:
         self.runner = runner
         self.is_stopped = False
-        self.breaks = False
+        self.next_fault: Fault | None = None
         self._seen = seen
 
     def __getattr__(self, name: str) -> Any:
@@ -385,12 +395,20 @@ class Watched:
 
     def execute(self, step: RunStep) -> StepDone:
         assert not self.is_stopped, "a step between the pause and the unpause"
-        if self.breaks:
+        if self.next_fault is Fault.STEP:
             raise Broken
+        if self.next_fault is Fault.MEMORY:
+            self.next_fault = None
+            self._seen["steps too large"] += 1
+            raise OutOfMemory("on purpose")
         self._seen["steps"] += 1
         self._seen["chunks that continue a prompt"] += len(step.continues)
         self._seen["prompts found in part"] += sum(admit.cached_tokens > 0 for admit in step.admits)
-        return self.runner.execute(step)
+        done = self.runner.execute(step)
+        if isinstance(self.runner, ModelRunner):
+            assert self.runner._context is not None
+            self.runner._context.check()
+        return done
 
     @property
     def num_rows(self) -> int:
@@ -403,7 +421,7 @@ MakeRunner = Callable[[dict[str, int], int | None], ModelRunner | ScriptedRunner
 
 
 class Voice:
-    """A ref whose letters are on their way until they are delivered."""
+    """A ref whose letters are on their way until they are delivered, and arrive as copies."""
 
     def __init__(self, cell: Cell, said: deque[tuple[Cell, Message]]) -> None:
         self.name = cell.name
@@ -411,10 +429,12 @@ class Voice:
         self._said = said
 
     async def tell(self, message: Message) -> None:
-        self._said.append((self._cell, message))
+        self.tell_nowait(message)
 
     def tell_nowait(self, message: Message) -> None:
-        self._said.append((self._cell, message))
+        copy = decode_body(encode_body(message), type(message))
+        assert copy == message
+        self._said.append((self._cell, copy))
 
     async def ask(self, call: Call[Any], *, timeout: float = 5.0) -> Any:
         raise NotImplementedError
@@ -432,7 +452,6 @@ class Replica:
     ) -> None:
         self.seen = seen
         self._question: ReserveBlocks | None = None
-        self.allocator_breaks = False
         self._make_runner = make_runner
         self._schedule = schedule
         self._out = system.cell("link")
@@ -458,7 +477,6 @@ class Replica:
 
     async def start_device(self) -> None:
         """Begin a life of the allocator and the executor."""
-        self.allocator_breaks = False
         self._is_down = False
         self.allocator = KVAllocator(self._voice(1, to=0))
         self._executor = Executor(
@@ -469,6 +487,15 @@ class Replica:
 
     async def stop(self) -> None:
         await self._executor.on_stop()
+
+    @property
+    def next_fault(self) -> Fault | None:
+        """What is going to fail."""
+        return self.runner.next_fault
+
+    @next_fault.setter
+    def next_fault(self, fault: Fault) -> None:
+        self.runner.next_fault = fault
 
     def put(self, message: Message, part: int = 0) -> Reply:
         reply = Reply()
@@ -492,7 +519,7 @@ class Replica:
         assert actor is not None
         before = self.phases()
         try:
-            if self.allocator_breaks and isinstance(letter.message, ReserveBlocks):
+            if self.next_fault is Fault.ALLOCATOR and isinstance(letter.message, ReserveBlocks):
                 raise Broken
             await cell._handle(actor, letter)
         except Broken:
@@ -501,8 +528,8 @@ class Replica:
             self._said[1].clear()
             await self.stop()
         self._note_changes(letter.message, before)
-        if self.allocator._pool is not None:
-            self.allocator._pool.audit()
+        self._check_requests(letter.message)
+        self._check_blocks()
 
     @property
     def busy(self) -> list[int]:
@@ -540,6 +567,26 @@ class Replica:
 
     def phases(self) -> dict[str, Phase]:
         return {request.request_id: request.phase for request in self.scheduler._policy.ledger}
+
+    def _check_requests(self, message: Message) -> None:
+        """Each stands in one place, in the order in which they came; who is aborted has ended."""
+        policy = self.scheduler._policy
+        rows, waiting = policy.ledger.rows(), policy._waiting
+        assert len(rows) + len(waiting) == len(policy.ledger)
+        assert {request.request_id for request in (*rows, *waiting)} == self.phases().keys()
+        assert waiting == sorted(waiting, key=lambda request: request.order)
+        assert all(request in rows for request in policy._starved)
+        assert sum(request.phase is Phase.PREFILLING for request in rows) <= 1
+        if isinstance(message, Abort):
+            assert message.request_id not in policy.ledger
+
+    def _check_blocks(self) -> None:
+        """None is lost or given away twice, and without a cache none is shared."""
+        if self.allocator._pool is None:
+            return
+        self.allocator._pool.audit()
+        held = [block for blocks in self.allocator._held.values() for block in blocks]
+        assert len(set(held)) == len(held) or self._schedule.options["prefix_caching"]
 
     def check_empty(self) -> None:
         """Nothing of a request is left anywhere."""
@@ -740,6 +787,9 @@ class Outcome(msgspec.Struct, kw_only=True):
     def of(cls, deltas: Sequence[Delta]) -> "Outcome":
         scored = [delta.prompt_logprobs for delta in deltas]
         assert sum(scores is not None for scores in scored) <= 1
+        for delta in deltas:
+            for token, logprob, top in delta_scores(delta):
+                assert dict(top).get(token, logprob) == logprob
         return cls(
             token_ids=[token for delta in deltas for token in unpack_ids(delta.token_ids)],
             text="".join(delta.text for delta in deltas),
@@ -762,6 +812,14 @@ class Outcome(msgspec.Struct, kw_only=True):
             finish=finish,
             prompt_logprobs=None if start else self.prompt_logprobs,
         )
+
+
+def delta_scores(delta: Delta) -> Iterator[tuple[int, float, TopLogprobs]]:
+    """Yield each token that has a log-probability, with that and with the likeliest ones."""
+    logprobs = unpack_floats(delta.logprobs)
+    tops = delta.top_logprobs or ((),) * len(logprobs)
+    if logprobs:
+        yield from zip(unpack_ids(delta.token_ids), logprobs, tops, strict=True)
 
 
 def text_of(
@@ -876,6 +934,7 @@ class Play:
         self.aborted: set[str] = set()
         self._leaving: list[Phase] = []
         self._solo = solo
+        self._steps_before = replica.seen["steps"]
         self._clock = clock
         self._rng = random.Random(-1 - schedule.seed)
         self._operator = Operator(replica, self._rng)
@@ -933,8 +992,7 @@ class Play:
                     await self._pass(0.5)
                 await self._operator.act()
             case Crash():
-                self.replica.allocator_breaks |= event.of_allocator
-                self.replica.runner.breaks |= not event.of_allocator
+                self.replica.next_fault = event.fault
 
     def _submit(self, ask: Ask) -> None:
         self.asked[ask.request_id] = ask
@@ -986,8 +1044,12 @@ class Play:
         await wait_all_tasks_blocked()
 
     def check(self) -> None:
-        """Everybody got what the solo run gives, or the beginning of it."""
+        """Everybody got what the solo run gives, or the beginning of it, in not too many steps."""
         self.replica.check_empty()
+        num_tokens = sum(
+            len(ask.prompt) + self.client.num_tokens[name] for name, ask in self.asked.items()
+        )
+        assert self.replica.seen["steps"] - self._steps_before <= 4 * num_tokens, "steps in vain"
         for name, ask in self.asked.items():
             assert (name in self.client.refused) is not fits(ask, self.schedule.limits)
             self.replica.seen["refused"] += name in self.client.refused
@@ -1189,6 +1251,7 @@ EXPECTED = [
     "Suspend: decoding to waiting",
     "DeviceReady: decoding to waiting",
     "failures of the device",
+    "steps too large",
     "pauses taken back",
     "paused reached",
     "suspended reached",
@@ -1231,8 +1294,8 @@ class Audience:
                         await trio.sleep(seconds)
                     case Operate():
                         await self._operate()
-                    case Crash(of_allocator=False):
-                        self._runners[-1].breaks = True
+                    case Crash(fault=fault):
+                        self._runners[-1].next_fault = fault
                 for _ in range(self._rng.randrange(300)):
                     await trio.lowlevel.checkpoint()
             while self._state is not State.RUNNING:
