@@ -508,7 +508,8 @@ async def test_memory_does_not_grow_with_the_requests_there_were(clock: MockCloc
         gc.collect()
         after, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    assert after - before < 20_000, "378 requests left more than 50 bytes each"
+    # Trio keeps up to a thousand deadlines that are over; a request would leave a kilobyte.
+    assert after - before < 150_000, "378 requests left more than 400 bytes each"
 
 
 # Stop strings and text.
