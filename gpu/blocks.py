@@ -117,15 +117,14 @@ class BlockPool:
 
         `parent` is the hash of the block before it, None for a first one. A hash keeps the block
         it was registered with first. False when nobody will find the hash, since the parent is
-        not cached or the block is from before `forget_all`. Raises ValueError when nobody holds
-        the block or it has another hash.
+        not cached, nobody holds it (who registers has a copy of it, and is to keep no more blocks
+        than it took), or the block is from before `forget_all`. Raises ValueError when nobody
+        holds the block or it has another hash.
         """
         self._check_references({block: 1})
         if block in self._outdated:
             return False
-        is_cached = self._index.add(block, block_hash, parent)
-        self._high_water = max(self._high_water, self.held)
-        return is_cached
+        return self._index.add(block, block_hash, parent)
 
     def is_cached(self, block: int) -> bool:
         """Return whether this very block is what is found by the hash of its tokens."""

@@ -105,6 +105,9 @@ class PrefixIndex:
     def add(self, block: int, block_hash: BlockHash, parent_hash: BlockHash | None) -> bool:
         """Enter a computed block that somebody holds; False when its parent is not cached.
 
+        And when its parent is idle: then the holder has a copy of that, and to keep the cached one
+        for it, too, would take blocks that nobody has asked for.
+
         A hash keeps the block that came first. Raises ValueError when the block has another hash.
         """
         entry = self._entries.get(block)
@@ -118,7 +121,7 @@ class PrefixIndex:
         parent = None
         if parent_hash is not None:
             parent = self._blocks.get(parent_hash)
-            if parent is None:
+            if parent is None or parent in self._idle:
                 return False
             self.hold(parent)
         self._blocks[block_hash] = block
