@@ -110,19 +110,12 @@ def replica(
         [
             spec(
                 "scheduler",
-                lambda: Scheduler(
-                    allocator=ref("kv_allocator"),
-                    executor=ref("executor"),
-                    out=ref("link"),
+                lambda: scheduler(
+                    ref,
+                    settings,
                     text_for=parts.text_for,
                     eos_token_ids=parts.eos_token_ids,
                     replica=name,
-                    prefill_chunk_tokens=settings.prefill_chunk_tokens or None,
-                    prefix_caching=settings.prefix_caching,
-                    paused_limit=(
-                        None if settings.paused_limit_blocks < 0 else settings.paused_limit_blocks
-                    ),
-                    pipeline_depth=settings.pipeline_depth,
                 ),
             ),
             spec("device", device, SUPERVISOR_SHUTDOWN_S),
@@ -144,6 +137,21 @@ def replica(
             ),
         ],
         strategy=Strategy.REST_FOR_ONE,
+    )
+
+
+def scheduler(ref: Callable[[str], Any], settings: Settings, **options: Any) -> Scheduler:
+    """Return a replica's scheduler; `ref` gives it its siblings by name."""
+    limit = settings.paused_limit_blocks
+    return Scheduler(
+        allocator=ref("kv_allocator"),
+        executor=ref("executor"),
+        out=ref("link"),
+        prefill_chunk_tokens=settings.prefill_chunk_tokens or None,
+        prefix_caching=settings.prefix_caching,
+        paused_limit=None if limit < 0 else limit,
+        pipeline_depth=settings.pipeline_depth,
+        **options,
     )
 
 

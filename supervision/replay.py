@@ -18,7 +18,6 @@ from callboard.actors.journal import ABOUT, SUFFIX, Entry, read_journal
 from callboard.actors.kv_allocator import KVAllocator
 from callboard.actors.ledger import TextOut
 from callboard.actors.mailbox import Letter, Reply
-from callboard.actors.scheduler import Scheduler
 from callboard.actors.system import open_system
 from callboard.messages.base import Call, Message
 from callboard.messages.codec import decode_body, encode_body
@@ -26,6 +25,7 @@ from callboard.messages.control import GetNode, Verb
 from callboard.messages.errors import WireError
 from callboard.messages.sampling import SamplingParams
 from callboard.messages.steps import RunStep
+from callboard.supervision.app import scheduler
 from callboard.supervision.settings import Settings
 
 OUTSIDE = "·"
@@ -206,18 +206,7 @@ def _run_life(
     def make() -> Actor[Any]:
         if child == "kv_allocator":
             return KVAllocator(ref("scheduler"))
-        return Scheduler(
-            allocator=ref("kv_allocator"),
-            executor=ref("executor"),
-            out=ref("link"),
-            text_for=text_for,
-            prefill_chunk_tokens=settings.prefill_chunk_tokens or None,
-            prefix_caching=settings.prefix_caching,
-            paused_limit=(
-                None if settings.paused_limit_blocks < 0 else settings.paused_limit_blocks
-            ),
-            pipeline_depth=settings.pipeline_depth,
-        )
+        return scheduler(ref, settings, text_for=text_for)
 
     clock = MockClock()
     trio.run(_tell_all, make, name, told, clock, clock=clock)
