@@ -1,8 +1,8 @@
 """Play many seeds on all cores, or show one: see docs/how-to/simulate.md.
 
-    python -m tests.simulation.run --seeds 5000
-    python -m tests.simulation.run --show 1234
-    python -m tests.simulation.run --mutants
+python -m tests.simulation.run --seeds 5000
+python -m tests.simulation.run --show 1234
+python -m tests.simulation.run --mutants
 """
 
 import argparse

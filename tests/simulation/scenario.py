@@ -248,7 +248,17 @@ class _Draw:
     def _verb(self) -> Verb | AbortRequests:
         rng = self._rng
         kind = rng.choice(
-            ("pause", "pause", "unpause", "unpause", "suspend", "suspend", "resume", "step", "abort")
+            (
+                "pause",
+                "pause",
+                "unpause",
+                "unpause",
+                "suspend",
+                "suspend",
+                "resume",
+                "step",
+                "abort",
+            )
         )
         match kind:
             case "pause":
@@ -303,7 +313,15 @@ class _Draw:
 
     def _crash(self, replica: int) -> Crash:
         rng = self._rng
-        parts = ("scheduler", "scheduler", "device", "kv_allocator", "executor", "tokenizer", "link")
+        parts = (
+            "scheduler",
+            "scheduler",
+            "device",
+            "kv_allocator",
+            "executor",
+            "tokenizer",
+            "link",
+        )
         part = rng.choice((*parts, "coordinator", "coordinator", "metrics", "replica"))
         if part in parts:
             name = f"replica-{replica}/{part}"
@@ -327,4 +345,3 @@ def sorted_by_time(faults: tuple[Fault, ...]) -> list[Kill | Reset | Partition |
     return sorted(
         (fault for fault in timed if fault.at is not None), key=lambda fault: fault.at or 0.0
     )
-
