@@ -3,7 +3,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check format env model bench fuzz soak gpu-check clean
+.PHONY: demo test check format env model bench fuzz soak simulate mutants gpu-check clean
+
+SEEDS ?= 1000
+START ?= 0
 
 env: .venv/installed
 
@@ -44,6 +47,13 @@ fuzz: env
 # Kills replicas at random for some minutes, and counts what is lost.
 soak: env
 	$(BIN)/python docs/benchmarks/soak.py
+
+# The whole tree under many schedules and faults; see docs/how-to/simulate.md.
+simulate: env
+	$(BIN)/python -m tests.simulation.run --seeds $(SEEDS) --start $(START)
+
+mutants: env
+	$(BIN)/python -m tests.simulation.run --mutants
 
 # Needs a CUDA machine and whatever torch and flash-attn it has; see docs/how-to/gpu-check.md.
 gpu-check:

@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from callboard.actors.actor import Cell
+from callboard.actors.coordinator import Coordinator
 from callboard.actors.kv_allocator import KVAllocator
 from callboard.actors.policy import SchedulingPolicy
 from callboard.actors.routing import MAX_ATTEMPTS
 from callboard.actors.scheduler import Scheduler
+from callboard.actors.session import Left
+from callboard.messages.base import Message
 from callboard.messages.control import (
     AbortRequests,
     ControlReply,
@@ -34,8 +37,8 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 
-class BrokenPromise(AssertionError):
-    """Something a user may rely on was not so."""
+WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
+"""How a request ends that has all it would have alone."""
 
 
 class Checks:
@@ -141,9 +144,13 @@ class Checks:
         if not self._world.is_expected(error):
             self.broke(f"{name} failed of {type(error).__name__}: {error}")
 
-    def message_handled(self, cell: Cell) -> None:
-        """Blocks are conserved and queues in order after every message."""
+    def message_handled(self, cell: Cell, message: Message) -> None:
+        """Blocks are conserved, queues in order and the gone forgotten after every message."""
         actor = cell.actor
+        if isinstance(actor, Coordinator) and isinstance(message, Left):
+            left_open = actor._routing._by_client.get(message.peer)
+            if left_open:
+                self.broke(f"{list(left_open)} are open, and their client has left")
         if isinstance(actor, Scheduler):
             self._check_order(cell.name, actor._policy)
         if isinstance(actor, KVAllocator) and actor._pool is not None:
@@ -172,35 +179,15 @@ class Checks:
 
     def _problems_of(self, asked: "Asked") -> list[str]:
         problems = list(asked.problems)
-        record = asked.stream.record
         if asked.client_died:
             return problems
         if not asked.stream.has_ended:  # who has left waits for the end for some seconds only
             return problems if asked.left else [*problems, "has not ended"]
-        if record.finish_reason is None:
+        reason = asked.stream.finish_reason
+        if reason is None:
             return problems + self._problems_of_refusal(asked)
-        if not asked.accepted and record.token_ids:
-            problems.append("has tokens, and was never accepted")
-        expected = alone(list(asked.prompt), asked.params, record.seed)
-        tokens, reason = record.token_ids, record.finish_reason
-        if tokens != expected.tokens[: len(tokens)]:
-            problems.append(f"has {tokens}, and alone {expected.tokens}")
-        whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if whole:
-            if (tokens, reason) != (expected.tokens, expected.finish):
-                problems.append(f"ended by {reason} with {tokens}, alone {expected}")
-            if record.text != expected.text:
-                problems.append(f"has the text {record.text!r}, alone {expected.text!r}")
-        elif record.text not in texts_of(tokens, asked.params):
-            problems.append(f"has the text {record.text!r} of {tokens}")
-        if asked.params.logprobs is not None and tokens:
-            if record.logprobs != expected.logprobs[: len(tokens)]:
-                problems.append(f"has the log-probs {record.logprobs}, {expected.logprobs} alone")
-        scores = record.prompt_logprobs
-        if asked.params.prompt_logprobs is not None and (whole or scores is not None):
-            if scores != prompt_scores(list(asked.prompt)):
-                problems.append(f"has prompt log-probs {scores}")
-        if not whole:
+        problems += _problems_of_output(asked, reason)
+        if reason not in WHOLE:
             problems += self._problems_of_end(asked, reason)
         return problems
 
@@ -278,7 +265,7 @@ class Checks:
                 self.broke(f"{cell.name} keeps {len(policy.ledger)} requests")
             if actor._stepping is not None or policy._prefilling or policy._suspect:
                 self.broke(f"{cell.name} is not done with something")
-        if cell.name == "coordinator" and actor is not None:
+        if isinstance(actor, Coordinator):
             self._check_containers(cell.name, actor._routing)
 
     def _check_empty(self, name: str, holder: object, tables: tuple[str, ...]) -> None:
@@ -289,10 +276,38 @@ class Checks:
     def _check_containers(self, name: str, holder: object) -> None:
         """Whatever holds things is empty, but for what holds only what is empty."""
         for table, content in vars(holder).items():
-            if (isinstance(content, dict) and any(content.values())) or (
-                isinstance(content, list | set) and content
-            ):
+            if table == "_names":  # of the replicas that are there
+                continue
+            items = content.values() if isinstance(content, dict) else content
+            if isinstance(content, dict | list | set) and any(items):
                 self.broke(f"{name}: {table} is {content}")
+
+
+def _problems_of_output(asked: "Asked", reason: FinishReason) -> list[str]:
+    """Compare what a request has with what it would have alone."""
+    record, params = asked.stream.record, asked.params
+    tokens, prompt = record.token_ids, list(asked.prompt)
+    expected = alone(prompt, params, record.seed)
+    problems = []
+    if tokens and not asked.accepted:
+        problems.append("has tokens, and was never accepted")
+    if tokens != expected.tokens[: len(tokens)]:
+        problems.append(f"has {tokens}, and alone {expected.tokens}")
+    if reason in WHOLE:
+        if (tokens, reason) != (expected.tokens, expected.finish):
+            problems.append(f"ended by {reason} with {tokens}, alone {expected}")
+        if record.text != expected.text:
+            problems.append(f"has the text {record.text!r}, alone {expected.text!r}")
+    elif record.text not in texts_of(tokens, params):
+        problems.append(f"has the text {record.text!r} of {tokens}")
+    logprobs = expected.logprobs[: len(tokens)]
+    if params.logprobs is not None and tokens and record.logprobs != logprobs:
+        problems.append(f"has the log-probs {record.logprobs}, alone {logprobs}")
+    scores = record.prompt_logprobs
+    is_due = params.prompt_logprobs is not None and (reason in WHOLE or scores is not None)
+    if is_due and scores != prompt_scores(prompt):
+        problems.append(f"has the prompt log-probs {scores}")
+    return problems
 
 
 def _aborts(verb: Verb | AbortRequests) -> bool:

@@ -6,7 +6,7 @@ import trio
 
 from callboard.actors.system import ActorSystem
 from callboard.messages.base import unpack_ids
-from callboard.messages.errors import CallboardError
+from callboard.messages.errors import CallboardError, Unreachable
 from callboard.messages.requests import Delta
 from callboard.messages.sampling import SamplingParams
 from callboard.supervision.engine import Engine
@@ -83,24 +83,30 @@ class Client:
 
     async def main(self, system: ActorSystem) -> None:
         """Connect, make all requests, and wait for their ends; then stay until it is over."""
-        async with trio.open_nursery() as connection:
-            self.engine = await open_sim_engine(system, self._process, connection)
-            if self._plan.closes_at is not None:
-                connection.start_soon(self._close, self._plan.closes_at)
-            if self._plan.dies_at is not None:
-                connection.start_soon(self._die, self._plan.dies_at)
-            async with trio.open_nursery() as nursery:
-                for ask in self._plan.asks:
-                    nursery.start_soon(self._make, ask)
+        try:
+            async with trio.open_nursery() as connection:
+                await self._live(system, connection)
+                connection.cancel_scope.cancel("it is over")
+        finally:
             self.asked_all.set()
-            await self._world.over.wait()
-            self.engine._close()
-            connection.cancel_scope.cancel("it is over")
 
-    async def finished(self) -> None:
-        """Wait until all requests have ended, or the process has."""
-        while not self.asked_all.is_set() and self._process.alive:
-            await trio.sleep(0.05)
+    async def _live(self, system: ActorSystem, connection: trio.Nursery) -> None:
+        try:
+            self.engine = await open_sim_engine(system, self._process, connection)
+        except Unreachable:
+            if self._world.stopping:
+                return  # it came too late
+            raise
+        if self._plan.closes_at is not None:
+            connection.start_soon(self._close, self._plan.closes_at)
+        if self._plan.dies_at is not None:
+            connection.start_soon(self._die, self._plan.dies_at)
+        async with trio.open_nursery() as nursery:
+            for ask in self._plan.asks:
+                nursery.start_soon(self._make, ask)
+        self.asked_all.set()
+        await self._world.over.wait()
+        self.engine._close()
 
     async def _close(self, at: float) -> None:
         await self._world.until(at)

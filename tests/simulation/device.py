@@ -168,23 +168,19 @@ class SimThread:
     def _next(self) -> None:
         while self._jobs and self._process.alive:
             job, reply = self._jobs.popleft()
-            device = self._device
-            device.busy_s = 0.0
-            settle: Callable[[], None]
-            try:
-                result = job()
-            except Exception as error:
-                settle = _later(reply.fail, error)
-            else:
-                settle = _later(reply.send, result)
-            if device.busy_s > 0.0:
+            self._device.busy_s = 0.0
+            settle = _do(job, reply)
+            if self._device.busy_s > 0.0:
                 self._is_busy = True
-                if device.busy_s < FOREVER:
-                    due = trio.current_time() + device.busy_s
-                    self._process.timers.at(due, lambda: self._over(settle))
+                self._wait_for(settle)
                 return
-            device.step_is_over()
+            self._device.step_is_over()
             settle()
+
+    def _wait_for(self, settle: Callable[[], None]) -> None:
+        if self._device.busy_s < FOREVER:
+            due = trio.current_time() + self._device.busy_s
+            self._process.timers.at(due, lambda: self._over(settle))
 
     def _over(self, settle: Callable[[], None]) -> None:
         if not self._process.alive:
@@ -194,6 +190,15 @@ class SimThread:
         self._is_busy = False
         self._idle.set()
         self._next()
+
+
+def _do(job: Callable[[], Any], reply: Reply) -> Callable[[], None]:
+    """Do a job at once; returns what tells who waits for it how it went."""
+    try:
+        result = job()
+    except Exception as error:
+        return _later(reply.fail, error)
+    return _later(reply.send, result)
 
 
 def _later(settle: Callable[[Any], None], value: object) -> Callable[[], None]:

@@ -17,11 +17,10 @@ from callboard.actors.coordinator import Coordinator
 from callboard.actors.executor import Executor
 from callboard.actors.kv_allocator import KVAllocator
 from callboard.actors.ledger import Request
-from callboard.actors.policy import Advanced, SchedulingPolicy
+from callboard.actors.policy import SchedulingPolicy
 from callboard.actors.routing import OpenRequest, Routing
 from callboard.actors.scheduler import Scheduler
 from callboard.actors.session import Left, _Flow, _Speaker
-from callboard.messages.blocks import BlocksGranted
 from callboard.messages.control import Pause, Suspend, Unpause
 from callboard.messages.requests import (
     Accepted,
@@ -30,7 +29,7 @@ from callboard.messages.requests import (
     Submit,
     TokensOut,
 )
-from callboard.messages.steps import RunStep, StepDone
+from callboard.messages.steps import DropRows, RunStep
 from callboard.supervision.lifecycle import Desired
 from callboard.supervision.process import ReplicaProcess
 from callboard.supervision.root import Root
@@ -146,15 +145,16 @@ def does_not_give_out_again() -> tuple[Any, str, object]:
 
 @mutant(seed=0)
 def keeps_the_blocks_of_aborted_rows() -> tuple[Any, str, object]:
-    """A row that is aborted does not give its blocks back."""
-    original = SchedulingPolicy.finish
+    """A row that is taken off the device does not give its blocks back."""
+    original = Scheduler._release
 
-    def finish(policy: SchedulingPolicy, *args: Any) -> Advanced:
-        result = original(policy, *args)
-        result.gone.clear()
-        return result
+    async def release(scheduler: Scheduler, rows: list[int], *, dropped: bool) -> None:
+        if dropped and rows:
+            await scheduler._executor.tell(DropRows(rows=tuple(rows)))
+        else:
+            await original(scheduler, rows, dropped=dropped)
 
-    return SchedulingPolicy, "finish", finish
+    return Scheduler, "_release", release
 
 
 @mutant(seed=0)
@@ -181,16 +181,6 @@ def loses_the_order_of_the_queue() -> tuple[Any, str, object]:
 def never_cancels_deadlines() -> tuple[Any, str, object]:
     """The timer of a request's deadline outlives the request."""
     return Scheduler, "_cancel_timer", lambda scheduler, request_id: None
-
-
-@mutant(seed=0)
-def takes_results_of_an_earlier_device() -> tuple[Any, str, object]:
-    """The result of a step counts though the device that ran it is gone."""
-
-    def is_next(policy: SchedulingPolicy, done: StepDone) -> bool:
-        return bool(policy._flights)
-
-    return SchedulingPolicy, "is_next", is_next
 
 
 @mutant(seed=0)
@@ -249,19 +239,6 @@ def keeps_the_cache_of_dropped_memory() -> tuple[Any, str, object]:
         return allocator.ack(verb)
 
     return KVAllocator, "on_suspend", on_suspend
-
-
-@mutant(seed=0)
-def answers_for_another_step() -> tuple[Any, str, object]:
-    """Blocks granted for a question of an earlier device are used for the present one."""
-    original = Scheduler._plan
-
-    async def plan(scheduler: Scheduler, granted: BlocksGranted) -> None:
-        if scheduler._asked is not None:
-            granted = msgspec.structs.replace(granted, step=scheduler._asked)
-        await original(scheduler, granted)
-
-    return Scheduler, "_plan", plan
 
 
 # The device.

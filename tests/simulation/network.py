@@ -94,10 +94,9 @@ class Pipe:
             raise trio.WouldBlock
         now = trio.current_time()
         due = max(self._due, now + self._network.delay())
-        if due <= now and not self._under_way:
-            if not self.stalled:
-                self._deliver(frame)
-                return
+        if due <= now and not self._under_way and not self.stalled:
+            self._deliver(frame)
+            return
         self._due = due
         self._under_way.append(frame)
         self._network.timers.at(due, self._arrive)

@@ -6,6 +6,7 @@ in bounded time; see `checks`.
 """
 
 import logging
+import signal
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from callboard.actors import (
 )
 from callboard.actors.actor import STOP_TIMEOUT_S, Actor, Cell
 from callboard.actors.mailbox import Letter
+from callboard.actors.ref import current_cell
 from callboard.actors.routing import Routing
 from callboard.actors.system import ActorSystem, Timers
 from callboard.messages.base import Message
@@ -31,7 +33,6 @@ from callboard.messages.control import (
     AbortRequests,
     Resume,
     State,
-    Step,
     Stop,
     Unpause,
     Verb,
@@ -214,7 +215,7 @@ class World:
             await self._insist(Unpause())
         with trio.move_on_after(RECOVERY_LIMIT_S) as scope:
             for client in self._clients:
-                await client.finished()
+                await client.asked_all.wait()
         if scope.cancelled_caught:
             self.checks.broke(f"requests have not ended in {RECOVERY_LIMIT_S:g} s")
 
@@ -335,7 +336,7 @@ class World:
     async def _open_process(self, command: object, **options: object) -> ChildProcess:
         """Stand in for `trio.lowlevel.open_process`, in the task of the actor that calls it."""
         await trio.lowlevel.checkpoint()
-        cell = actor_module.current_cell.get()
+        cell = current_cell.get()
         assert cell is not None
         process = self._process(cell.name)
         return ChildProcess(self, process, pid=1000 + len(self._lives))
@@ -497,7 +498,7 @@ class World:
         def watched_cause(error: Exception) -> Exception:
             cause = root_cause(error)
             process = current_process.get(None)
-            cell = actor_module.current_cell.get()
+            cell = current_cell.get()
             if process is not None and process.alive and cell is not None:
                 self.log(cell.name, "fails", f"{type(cause).__name__}: {cause}")
                 self.checks.life_ended(cell.name, cause)
@@ -517,7 +518,7 @@ class World:
             patch.object(trio.lowlevel, "open_process", self._open_process),
             patch.object(replica_module, "_end_of_input", end_of_input),
             patch.object(replica_module, "replica_parts", self._parts_of_child),
-            patch.object(replica_module.signal, "alarm", lambda seconds: 0),
+            patch.object(signal, "alarm", lambda seconds: 0),
             patch.object(session_module, "WINDOW", self.scenario.window),
             patch.object(logger, "disabled", True),
         ):
@@ -544,7 +545,7 @@ class World:
             await handle(cell, actor, letter)
         else:
             await handle(cell, _Crashing(actor, crash), letter)
-        self.checks.message_handled(cell)
+        self.checks.message_handled(cell, letter.message)
 
 
 class _Crashing:
@@ -578,6 +579,3 @@ def _described(error: BaseException) -> str:
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(_described(part) for part in error.exceptions)
     return f"{type(error).__name__}: {error}"
-
-
-_ = (Step,)
