@@ -239,6 +239,10 @@ class Device:
         number = world.count_step(self.replica)
         return next((fault for fault in self._faults if fault.step == number), None)
 
+    def load(self) -> None:
+        """Something is loaded or allocated, which takes its time."""
+        self.busy_s = self._rng.uniform(*self.process.world.scenario.load_s)
+
     def step_is_over(self) -> None:
         """A forward pass has ended, one way or the other."""
         self.process.world.checks.forward_ends(self.name)
@@ -262,12 +266,14 @@ class SimRunner(ScriptedRunner):
         """Pretend to load, where that is allowed."""
         if not self.loaded:
             self._device.process.world.checks.takes_weights(self._device.name)
+            self._device.load()
         super().load()
 
     def allocate(self) -> None:
         """Pretend to allocate, where that is allowed."""
         if not self.allocated:
             self._device.process.world.checks.takes_cache(self._device.name)
+            self._device.load()
         super().allocate()
 
     def choose(self, tokens: list[int], position: int, sampling: RowSampling) -> int:

@@ -6,13 +6,12 @@ it; when the product or the simulation has changed, others are tried, and `make 
 
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import msgspec
 
-from callboard.actors.actor import Cell
 from callboard.actors.coordinator import Coordinator
 from callboard.actors.executor import Executor
 from callboard.actors.kv_allocator import KVAllocator
@@ -21,7 +20,7 @@ from callboard.actors.policy import SchedulingPolicy
 from callboard.actors.routing import OpenRequest, Routing
 from callboard.actors.scheduler import Scheduler
 from callboard.actors.session import Left, _Flow, _Speaker
-from callboard.messages.control import Pause, Suspend, Unpause
+from callboard.messages.control import ControlReply, Pause, Suspend, Unpause, Verb
 from callboard.messages.requests import (
     Accepted,
     Delta,
@@ -34,6 +33,7 @@ from callboard.supervision.lifecycle import Desired
 from callboard.supervision.process import ReplicaProcess
 from callboard.supervision.root import Root
 from callboard.supervision.stream import RequestStream
+from callboard.supervision.supervisor import Child, Supervisor
 
 
 class Mutant(msgspec.Struct, frozen=True):
@@ -48,14 +48,22 @@ class Mutant(msgspec.Struct, frozen=True):
 MUTANTS: dict[str, Mutant] = {}
 
 
-def mutant(seed: int) -> Callable[[Callable[[], tuple[Any, str, object]]], Any]:
+Replacement = tuple[Any, str, object]
+"""An owner, the name of something it has, and what takes its place."""
+
+Mutation = Callable[[], Replacement] | Callable[[], list[Replacement]]
+
+
+def mutant(seed: int) -> Callable[[Mutation], Mutation]:
     """Enter a function that says what takes the place of what; its docstring is the bug."""
 
-    def enter(function: Callable[[], tuple[Any, str, object]]) -> Any:
+    def enter(function: Mutation) -> Mutation:
         @contextmanager
         def apply() -> Iterator[None]:
-            owner, name, replacement = function()
-            with patch.object(owner, name, replacement):
+            given = function()
+            with ExitStack() as stack:
+                for owner, name, replacement in given if isinstance(given, list) else [given]:
+                    stack.enter_context(patch.object(owner, name, replacement))
                 yield
 
         name = function.__name__
@@ -68,8 +76,8 @@ def mutant(seed: int) -> Callable[[Callable[[], tuple[Any, str, object]]], Any]:
 # The coordinator and its ledger.
 
 
-@mutant(seed=0)
-def forgets_a_delivered_token() -> tuple[Any, str, object]:
+@mutant(seed=6)
+def forgets_a_delivered_token() -> Replacement:
     """A request that is given to another replica is one delivered token short."""
     original = OpenRequest.for_replica
 
@@ -80,8 +88,8 @@ def forgets_a_delivered_token() -> tuple[Any, str, object]:
     return OpenRequest, "for_replica", for_replica
 
 
-@mutant(seed=0)
-def forgets_what_a_client_has() -> tuple[Any, str, object]:
+@mutant(seed=16)
+def forgets_what_a_client_has() -> Replacement:
     """A client that says again what it has open gets its tokens from the first on again."""
     original = RequestStream.again
 
@@ -91,8 +99,8 @@ def forgets_what_a_client_has() -> tuple[Any, str, object]:
     return RequestStream, "again", again
 
 
-@mutant(seed=0)
-def draws_another_seed() -> tuple[Any, str, object]:
+@mutant(seed=25)
+def draws_another_seed() -> Replacement:
     """A request goes on elsewhere with a seed of its own."""
 
     def accept(routing: Routing, request: OpenRequest, accepted: Accepted) -> Accepted | None:
@@ -105,13 +113,13 @@ def draws_another_seed() -> tuple[Any, str, object]:
 
 
 @mutant(seed=0)
-def keeps_requests_of_clients_that_left() -> tuple[Any, str, object]:
+def keeps_requests_of_clients_that_left() -> Replacement:
     """Nobody ends the requests of a client that is gone."""
     return Routing, "client_left", lambda routing, client: []
 
 
-@mutant(seed=0)
-def ends_a_request_twice() -> tuple[Any, str, object]:
+@mutant(seed=1)
+def ends_a_request_twice() -> Replacement:
     """A request that the coordinator ends itself has two terminal deltas."""
     original = Coordinator._end
 
@@ -126,8 +134,8 @@ def ends_a_request_twice() -> tuple[Any, str, object]:
     return Coordinator, "_end", end
 
 
-@mutant(seed=0)
-def does_not_give_out_again() -> tuple[Any, str, object]:
+@mutant(seed=6)
+def does_not_give_out_again() -> Replacement:
     """What a lost replica ran is forgotten with it."""
     original = Routing.replica_left
 
@@ -144,7 +152,7 @@ def does_not_give_out_again() -> tuple[Any, str, object]:
 
 
 @mutant(seed=0)
-def keeps_the_blocks_of_aborted_rows() -> tuple[Any, str, object]:
+def keeps_the_blocks_of_aborted_rows() -> Replacement:
     """A row that is taken off the device does not give its blocks back."""
     original = Scheduler._release
 
@@ -157,14 +165,14 @@ def keeps_the_blocks_of_aborted_rows() -> tuple[Any, str, object]:
     return Scheduler, "_release", release
 
 
-@mutant(seed=0)
-def pauses_with_a_step_under_way() -> tuple[Any, str, object]:
+@mutant(seed=7)
+def pauses_with_a_step_under_way() -> Replacement:
     """PAUSE is acknowledged though a forward pass is running."""
     return Scheduler, "_is_busy", property(lambda scheduler: False)
 
 
 @mutant(seed=0)
-def loses_the_order_of_the_queue() -> tuple[Any, str, object]:
+def loses_the_order_of_the_queue() -> Replacement:
     """A request that is taken off the device comes back as the youngest."""
     original = SchedulingPolicy._requeue
 
@@ -177,14 +185,14 @@ def loses_the_order_of_the_queue() -> tuple[Any, str, object]:
     return SchedulingPolicy, "_requeue", requeue
 
 
-@mutant(seed=0)
-def never_cancels_deadlines() -> tuple[Any, str, object]:
+@mutant(seed=6)
+def never_cancels_deadlines() -> Replacement:
     """The timer of a request's deadline outlives the request."""
     return Scheduler, "_cancel_timer", lambda scheduler, request_id: None
 
 
-@mutant(seed=0)
-def evicts_before_the_token_has_come() -> tuple[Any, str, object]:
+@mutant(seed=550)
+def evicts_before_the_token_has_come() -> Replacement:
     """A row that waits is evicted while its last token is still under way, and again, for ever."""
 
     def evict_beyond_limit(policy: SchedulingPolicy) -> list[int]:
@@ -200,7 +208,7 @@ def evicts_before_the_token_has_come() -> tuple[Any, str, object]:
 
 
 @mutant(seed=0)
-def drops_the_output_of_evicted_rows() -> tuple[Any, str, object]:
+def drops_the_output_of_evicted_rows() -> Replacement:
     """What a row had generated is lost when it is taken off the device."""
     original = Request.checkpoint
 
@@ -215,7 +223,7 @@ def drops_the_output_of_evicted_rows() -> tuple[Any, str, object]:
 
 
 @mutant(seed=0)
-def forgets_a_release() -> tuple[Any, str, object]:
+def forgets_a_release() -> Replacement:
     """Of several rows that give their blocks back at once, the last one keeps them."""
     original = KVAllocator._release
 
@@ -225,14 +233,14 @@ def forgets_a_release() -> tuple[Any, str, object]:
     return KVAllocator, "_release", release
 
 
-@mutant(seed=0)
-def keeps_its_promises_for_ever() -> tuple[Any, str, object]:
+@mutant(seed=2)
+def keeps_its_promises_for_ever() -> Replacement:
     """Who waits for a prefix waits also when nobody is going to compute it."""
     return KVAllocator, "_keep_promises", lambda allocator, row, hashes: None
 
 
-@mutant(seed=0)
-def keeps_the_cache_of_dropped_memory() -> tuple[Any, str, object]:
+@mutant(seed=23)
+def keeps_the_cache_of_dropped_memory() -> Replacement:
     """The prefix cache is believed though its memory was given back."""
 
     async def on_suspend(allocator: KVAllocator, verb: Suspend) -> Any:
@@ -244,8 +252,8 @@ def keeps_the_cache_of_dropped_memory() -> tuple[Any, str, object]:
 # The device.
 
 
-@mutant(seed=0)
-def runs_steps_of_an_earlier_life() -> tuple[Any, str, object]:
+@mutant(seed=46)
+def runs_steps_of_an_earlier_life() -> Replacement:
     """A step that was planned for a device that is gone runs on the next one."""
     original = Executor.receive
 
@@ -258,7 +266,7 @@ def runs_steps_of_an_earlier_life() -> tuple[Any, str, object]:
 
 
 @mutant(seed=0)
-def keeps_the_memory_when_suspended() -> tuple[Any, str, object]:
+def keeps_the_memory_when_suspended() -> Replacement:
     """SUSPEND is acknowledged, and nothing was freed."""
 
     async def on_suspend(executor: Executor, verb: Suspend) -> Any:
@@ -267,8 +275,8 @@ def keeps_the_memory_when_suspended() -> tuple[Any, str, object]:
     return Executor, "on_suspend", on_suspend
 
 
-@mutant(seed=0)
-def takes_memory_when_restarted_suspended() -> tuple[Any, str, object]:
+@mutant(seed=25)
+def takes_memory_when_restarted_suspended() -> Replacement:
     """A device that is restarted while the tree is suspended allocates all the same."""
     original = Executor.on_start
 
@@ -283,18 +291,25 @@ def takes_memory_when_restarted_suspended() -> tuple[Any, str, object]:
 
 
 @mutant(seed=0)
-def forgets_to_unpause_the_restarted() -> tuple[Any, str, object]:
-    """A part that was restarted paused is not unpaused when the tree is, meanwhile."""
-    original = Desired.path
+def forgets_to_unpause_the_restarted() -> list[Replacement]:
+    """A part that is being restarted while the tree is unpaused stays paused."""
+    ask, path = Supervisor._ask, Desired.path
 
-    def path(desired: Desired, born: Desired) -> Any:
-        return tuple(verb for verb in original(desired, born) if not isinstance(verb, Unpause))
+    async def ask_who_is_up(
+        supervisor: Supervisor, child: Child, verb: Verb, deadline: float
+    ) -> ControlReply:
+        if isinstance(verb, Unpause) and not child.up.is_set():
+            return ControlReply(verb="unpause", state=child.cell.state)
+        return await ask(supervisor, child, verb, deadline)
 
-    return Desired, "path", path
+    def path_to_less(desired: Desired, born: Desired) -> tuple[Verb, ...]:
+        return tuple(verb for verb in path(desired, born) if not isinstance(verb, Unpause))
+
+    return [(Supervisor, "_ask", ask_who_is_up), (Desired, "path", path_to_less)]
 
 
-@mutant(seed=0)
-def restarts_running_what_is_paused() -> tuple[Any, str, object]:
+@mutant(seed=38)
+def restarts_running_what_is_paused() -> Replacement:
     """A part that is restarted while the tree is paused runs."""
     original = Desired.after
 
@@ -305,7 +320,7 @@ def restarts_running_what_is_paused() -> tuple[Any, str, object]:
 
 
 @mutant(seed=0)
-def loses_its_turn() -> tuple[Any, str, object]:
+def loses_its_turn() -> Replacement:
     """A verb that is refused keeps the others waiting."""
     original = Root._do
 
@@ -320,8 +335,8 @@ def loses_its_turn() -> tuple[Any, str, object]:
     return Root, "_do", do
 
 
-@mutant(seed=0)
-def goes_deaf_when_an_earlier_line_ends() -> tuple[Any, str, object]:
+@mutant(seed=46)
+def goes_deaf_when_an_earlier_line_ends() -> Replacement:
     """The end of a line that was replaced long ago counts as that of the present one."""
     original = ReplicaProcess._deliver
 
@@ -333,17 +348,11 @@ def goes_deaf_when_an_earlier_line_ends() -> tuple[Any, str, object]:
     return ReplicaProcess, "_deliver", deliver
 
 
-@mutant(seed=0)
-def drops_deferred_answers_of_the_dead() -> tuple[Any, str, object]:
-    """Who waits for a deferred answer of an actor that failed waits for ever."""
-    return Cell, "_settle_deferred", lambda cell, failure: None
-
-
 # Sessions.
 
 
 @mutant(seed=0)
-def loses_frames_without_credit() -> tuple[Any, str, object]:
+def loses_frames_without_credit() -> Replacement:
     """What is said to a peer that is out of credit is not kept for it."""
     original = _Flow.post
 
@@ -354,8 +363,8 @@ def loses_frames_without_credit() -> tuple[Any, str, object]:
     return _Flow, "post", post
 
 
-@mutant(seed=0)
-def answers_nobody_when_a_session_ends() -> tuple[Any, str, object]:
+@mutant(seed=6)
+def answers_nobody_when_a_session_ends() -> Replacement:
     """Questions to a peer that is gone are left to their deadlines; its end is not told."""
     original = _Speaker._tell
 
@@ -367,7 +376,7 @@ def answers_nobody_when_a_session_ends() -> tuple[Any, str, object]:
 
 
 @mutant(seed=0)
-def says_the_last_text_twice() -> tuple[Any, str, object]:
+def says_the_last_text_twice() -> Replacement:
     """The delta in which a request ends has its text twice."""
     original = Routing.deliver
 

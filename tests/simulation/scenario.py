@@ -123,6 +123,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     room: Room
     delays: tuple[float, float]
     step_s: tuple[float, float]
+    load_s: tuple[float, float]  # loading weights, and allocating a cache
     window: int  # frames a side may send without credit
     clients: tuple[ClientPlan, ...]
     orders: tuple[Order, ...]
@@ -158,6 +159,7 @@ class _Draw:
             max_model_len=max_model_len,
         )
         self._stems = [self._tokens(rng.randint(4, 14)) for _ in range(2)]
+        self._orders = self._draw_orders()
 
     def scenario(self) -> Scenario:
         rng = self._rng
@@ -172,9 +174,10 @@ class _Draw:
             room=self._room,
             delays=rng.choice((NO_DELAY, SAME_ROOM, SAME_ROOM, FAR_AWAY)),
             step_s=rng.choice(((0.0, 0.0), (0.001, 0.02), (0.01, 0.1))),
+            load_s=rng.choice(((0.0, 0.0), (0.01, 0.3))),
             window=rng.choice((4, 16, 1024, 1024)),
             clients=tuple(self._client() for _ in range(self._num_clients)),
-            orders=tuple(self._orders()),
+            orders=tuple(self._orders),
             faults=tuple(self._faults()),
             stops_at=self._time() if rng.random() < 0.15 else None,
             drain_s=rng.choice((0.0, 0.0, 0.05, 5.0)),
@@ -236,7 +239,7 @@ class _Draw:
 
     # The operator.
 
-    def _orders(self) -> list[Order]:
+    def _draw_orders(self) -> list[Order]:
         rng = self._rng
         count = rng.choice((0, 1, 2, 4, 8))
         times = sorted(self._time() for _ in range(count))
@@ -281,6 +284,13 @@ class _Draw:
 
     # Faults.
 
+    def _fault_time(self) -> float:
+        """Draw any time, or one close to a verb."""
+        if not self._orders or self._rng.random() < 0.5:
+            return self._time()
+        at = self._rng.choice(self._orders).at + self._rng.uniform(-0.1, 0.05)
+        return round(min(max(0.0, at), self._seconds), 4)
+
     def _faults(self) -> list[Fault]:
         count = self._rng.choice((0, 0, 1, 1, 2, 3))
         return [self._fault() for _ in range(count)]
@@ -299,14 +309,14 @@ class _Draw:
                 killed_after_s=rng.uniform(0.1, 3.0),
             )
         if kind < 0.75:
-            return Kill(replica=replica, at=self._time())
+            return Kill(replica=replica, at=self._fault_time())
         one, other = self._pair(replica)
         if kind < 0.88:
-            return Reset(one=one, other=other, at=self._time())
+            return Reset(one=one, other=other, at=self._fault_time())
         return Partition(
             one=one,
             other=other,
-            at=self._time(),
+            at=self._fault_time(),
             seconds=rng.choice((0.1, 1.0, 20.0)),
             one_way=rng.random() < 0.3,
         )
@@ -328,7 +338,7 @@ class _Draw:
         else:
             name = f"replica-{replica}" if part == "replica" else part
         if part in ("device", "replica") or rng.random() < 0.2:
-            return Crash(name=name, at=self._time())
+            return Crash(name=name, at=self._fault_time())
         return Crash(name=name, message=rng.randint(1, 60), behind=rng.random() < 0.5)
 
     def _pair(self, replica: int) -> tuple[str, str]:

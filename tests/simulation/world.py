@@ -207,7 +207,7 @@ class World:
         self.network.heal()
         self.log("", "heals")
         await trio.sleep_until(self._hangs_until)
-        await trio.sleep(0.5 if self._was_calm else SILENCE_S)
+        await trio.sleep(self.rng.choice((0.0, 0.5)) if self._was_calm else SILENCE_S)
         if self.stopping:
             await self._insist(Stop(drain_s=self.scenario.drain_s))
         else:
