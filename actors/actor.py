@@ -75,6 +75,22 @@ REACHED: dict[type[Message], State] = {
 """The state a part of the tree is in when it acknowledges a verb; others leave it as it is."""
 
 
+async def start_in_order(
+    nursery: trio.Nursery, task: Callable[..., Awaitable[object]], *args: object
+) -> None:
+    """Start a task, and return once it has run up to its first checkpoint.
+
+    Trio begins tasks that were started together in any order. Of tasks started by this the first is
+    the first to stand in line for a lock, or to post a letter.
+    """
+
+    async def begin(task_status: trio.TaskStatus[None]) -> None:
+        task_status.started()  # who waits for this goes on only after what follows has yielded
+        await task(*args)
+
+    await nursery.start(begin, name=task)
+
+
 class StopActor(Message, frozen=True):
     """Supervisor → child: finish the message in hand and end."""
 
@@ -173,6 +189,13 @@ class Actor(ABC, Generic[M]):
     def spawn(self, task: Callable[..., Awaitable[object]], *args: object) -> None:
         """Run a task for as long as this life; its failure is the actor's."""
         self.cell.nursery.start_soon(task, *args)
+
+    async def spawn_in_order(self, task: Callable[..., Awaitable[object]], *args: object) -> None:
+        """Run a task like `spawn`, and return once it has come to where it waits first.
+
+        See `start_in_order`.
+        """
+        await start_in_order(self.cell.nursery, task, *args)
 
     def tell_self_at(self, due: float, message: M) -> Timer:
         """Put a message into the own mailbox at a time of the trio clock, if this life lasts."""

@@ -150,7 +150,7 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
         """Pass verbs and questions on to the process."""
         match verb:
             case Pause() | Unpause() | Suspend() | Resume() | Stop() | Step() | UpdateWeights():
-                self.spawn(self._pass_on, verb, self.defer(), answer_by(self.cell))
+                await self.spawn_in_order(self._pass_on, verb, self.defer(), answer_by(self.cell))
                 return None
             case GetNode():
                 self.spawn(self._ask_node, self.defer(), answer_by(self.cell))
@@ -266,7 +266,8 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
         """Ask the process, once it is connected. Raises DeadlineExceeded, or what it answers."""
         assert self._listener is not None
         with trio.move_on_at(deadline):
-            await self._connected.wait()
+            while not self._connected.is_set():  # a wait for nothing would cost the order of verbs
+                await self._connected.wait()
             left = deadline - trio.current_time()
             return await self._listener.ask(self._peer, call, timeout=left)
         raise DeadlineExceeded(f"{self.name} did not answer in time")

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import trio
 
-from callboard.actors.actor import Cell
+from callboard.actors.actor import Cell, start_in_order
 from callboard.actors.device_thread import hangs
 from callboard.actors.ref import LocalRef
 from callboard.actors.session import Connection, Joined, Left, Said
@@ -142,7 +142,7 @@ class _Replica:
     async def _deliver(self, event: Said | Joined | Left) -> None:
         match event:
             case Said():
-                self._nursery.start_soon(self._obey, event)
+                await start_in_order(self._nursery, self._obey, event)
             case Joined() if self._is_up:
                 self._say_up()  # the session before may have ended with that under way
             case _:

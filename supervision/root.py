@@ -107,6 +107,7 @@ class Root(Supervisor):
         self._version = version
         self._coordinator = coordinator
         self._lifecycle = Lifecycle(model)
+        self._entry = trio.Lock()
         self._turn = trio.Lock()
         self._start_scope = trio.CancelScope()
         self._listener: Listener | None = None
@@ -144,7 +145,7 @@ class Root(Supervisor):
         """Handle one message; operators are answered from a task of their own."""
         match message:
             case Said():
-                self.spawn(self._answer, message)
+                await self.spawn_in_order(self._answer, message)
             case ActorExited():
                 await super().receive(message)
             case Joined() | Left():
@@ -155,9 +156,13 @@ class Root(Supervisor):
         began = trio.current_time()
         deadline = began + timeout
         with trio.move_on_at(deadline) as waiting:
-            if not isinstance(verb, Stop):
-                await self.started.wait()
-            await self._turn.acquire()
+            if isinstance(verb, Stop):
+                await self._turn.acquire()
+            else:
+                async with self._entry:  # so that they get their turns in the order they came
+                    if not self.started.is_set():
+                        await self.started.wait()
+                    await self._turn.acquire()
         if waiting.cancelled_caught:
             # It has no effect later either: whoever sent it does not count on it any more.
             return msgspec.structs.replace(self._reply(verb), late=(self.name,))

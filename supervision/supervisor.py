@@ -210,7 +210,9 @@ class Supervisor(Actor[ActorExited]):
         """Relay verbs to the children; tell of them."""
         match verb:
             case Pause() | Unpause() | Suspend() | Resume() | Stop() | Step() | UpdateWeights():
-                self.spawn(self._relay_and_answer, verb, self.defer(), answer_by(self.cell))
+                await self.spawn_in_order(
+                    self._relay_and_answer, verb, self.defer(), answer_by(self.cell)
+                )
                 return None
             case GetNode():
                 self.spawn(self._answer_status, self.defer(), answer_by(self.cell))

@@ -9,7 +9,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from callboard.actors.actor import Actor, ActorExited, Cell, StopActor
+from callboard.actors.actor import Actor, ActorExited, Cell, StopActor, start_in_order
 from callboard.actors.mailbox import Overflow, Reply
 from callboard.actors.ref import LocalRef
 from callboard.actors.system import ActorSystem, open_system
@@ -230,6 +230,23 @@ async def test_a_deferred_answer_is_given_later_and_the_actor_goes_on_meanwhile(
     await stage.tell(Release())
 
     assert stage.answers == ["released"]
+
+
+async def test_tasks_that_were_started_in_order_stand_in_line_in_order() -> None:
+    for _ in range(30):  # trio turns the order of what it begins together round, or does not
+        line = trio.Lock()
+        served: list[int] = []
+
+        async def be_served(number: int, line: trio.Lock, served: list[int]) -> None:
+            async with line:
+                await trio.lowlevel.checkpoint()
+                served.append(number)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(3):
+                await start_in_order(nursery, be_served, number, line, served)
+
+        assert served == [0, 1, 2]
 
 
 async def test_a_message_that_was_told_may_be_deferred_like_one_that_was_asked(

@@ -22,6 +22,15 @@ def test_every_promise_is_kept_whatever_happens(start: int) -> None:
         assert broken == [], f"python -m tests.simulation.run --show {seed}"
 
 
+VERBS_THAT_OVERTAKE = (2850, 3179)
+"""Seeds in which a verb was obeyed before one that had come earlier, in the root or a replica."""
+
+
+@pytest.mark.parametrize("seed", VERBS_THAT_OVERTAKE)
+def test_a_seed_that_once_broke_a_promise_keeps_it(seed: int) -> None:
+    assert simulate(seed).broken == []
+
+
 @pytest.mark.parametrize("name", sorted(MUTANTS))
 def test_a_bug_on_purpose_is_found(name: str) -> None:
     assert find_mutant(name, seeds=300)[1] is not None
