@@ -477,10 +477,16 @@ class Engine:
     async def _ask(self, call: Call[R], timeout: float) -> R:
         self._check_open()
         deadline = trio.current_time() + timeout
-        connection = await self._operator(timeout)
-        return await connection.ask(call, timeout=deadline - trio.current_time())
+        control = self._control
+        if control is None or control.welcome is None:
+            control = None
+            with trio.move_on_at(deadline):  # each wait in there may last for the whole of it
+                control = await self._connect_control(timeout)
+        if control is None:
+            raise Unreachable(f"nobody answers at {self._connection.endpoint} ({timeout:g} s)")
+        return await control.ask(call, timeout=deadline - trio.current_time())
 
-    async def _operator(self, timeout: float) -> Connection:
+    async def _connect_control(self, timeout: float) -> Connection:
         """Return the connection for verbs, made when it is first needed."""
         async with self._control_turn:
             if self._control is None:
