@@ -117,9 +117,8 @@ def play(scenario: Scenario) -> Result:
     world: list[World] = []
 
     async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            world.append(World(scenario, log, nursery))
-            await world[0].run()
+        world.append(World(scenario, log))
+        await world[0].run()
 
     broken: list[str] = []
     with determined(scenario.seed, clock):
@@ -138,9 +137,9 @@ def play(scenario: Scenario) -> Result:
 class World:
     """Everything of one run."""
 
-    def __init__(self, scenario: Scenario, log: EventLog, nursery: trio.Nursery) -> None:
+    def __init__(self, scenario: Scenario, log: EventLog) -> None:
         self.scenario = scenario
-        self.nursery = nursery
+        self.nursery: trio.Nursery
         self.rng = stream(scenario.seed, "world")
         self.timers = Timers()
         self.network = SimNetwork(self.timers, stream(scenario.seed, "network"), scenario.delays)
@@ -169,13 +168,14 @@ class World:
 
     async def run(self) -> None:
         """Play the scenario, then see to it that everything ends well, and check that it has."""
-        with trio.fail_after(RUN_LIMIT_S), self._patched():
-            self.nursery.start_soon(self.timers.run)
-            await self._start()
-            await self._play()
-            await self._recover()
-            await self._end()
-        self.nursery.cancel_scope.cancel("it is over")
+        with self._patched(), trio.fail_after(RUN_LIMIT_S):
+            async with trio.open_nursery() as self.nursery:
+                self.nursery.start_soon(self.timers.run)
+                await self._start()
+                await self._play()
+                await self._recover()
+                await self._end()
+                self.nursery.cancel_scope.cancel("it is over")
 
     async def _start(self) -> None:
         with trio.fail_after(START_LIMIT_S):
