@@ -715,6 +715,11 @@ class Connection(_Speaker):
         """Whether there is a session now."""
         return self._present
 
+    @property
+    def session(self) -> str:
+        """The name of the session there is now; "" without one."""
+        return self.welcome.session if self._present and self.welcome is not None else ""
+
     async def run(self) -> None:
         """Read until closed."""
         async with trio.open_nursery() as nursery:
@@ -743,11 +748,17 @@ class Connection(_Speaker):
         return self.welcome
 
     async def send(self, message: Message) -> None:
-        """Send, waiting while the server is out of credit. Raises Unreachable without a session."""
+        """Send, waiting while the server is out of credit.
+
+        Raises Unreachable without a session, and when the session there was ends meanwhile.
+        """
         _, frame = self._frame(message)
+        flow = self._flow
         async with self._turn:
-            while self._present and self._flow.blocked:
-                await self._flow.room.wait()
+            while self._present and flow is self._flow and flow.blocked:
+                await flow.room.wait()
+            if flow is not self._flow:
+                raise Unreachable(f"the session with {self.endpoint} ended")
             self._post(frame)
 
     def send_nowait(self, message: Message) -> None:

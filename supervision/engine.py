@@ -109,6 +109,7 @@ class Engine:
         self._control_turn = trio.Lock()
         self._control: Connection | None = None
         self._sessions = 0
+        self._met = ""  # the session in which the server has heard of what is open
         self._gone = False  # whether the server has been away for longer than anybody waits
         self._closed = False
         self._connection = Connection(
@@ -457,22 +458,39 @@ class Engine:
 
         Raises Unreachable when the server has been given up.
         """
-        self._check_open()
         while True:
-            session = self._sessions
+            self._check_open()
+            met = self._met
             try:
-                await self._connection.send(submit)
+                await self._send(submit)
             except Unreachable:
                 if self._gone:
                     raise
-                if self._sessions != session:
+                if self._met != met:
                     continue  # it has come back, and heard of what was open then
             stream.told = True
             return
 
-    async def _send(self, message: Abort) -> None:
+    async def _send(self, message: Submit | Abort) -> None:
+        """Send within the session whose server knows what is open here. Raises Unreachable.
+
+        In one that has just begun it would be said before `_meet` says all that is open, and twice.
+        """
         self._check_open()
+        if self._connection.session != self._met:
+            raise Unreachable("the server does not know us yet")
         await self._connection.send(message)
+
+    async def _abort(self, request_id: str) -> None:
+        """Tell the server to end a request, in whatever session it is open. Raises Unreachable."""
+        while True:
+            met = self._met
+            try:
+                await self._send(Abort(request_id=request_id))
+                return
+            except Unreachable:
+                if self._met == met:
+                    raise
 
     async def _ask(self, call: Call[R], timeout: float) -> R:
         self._check_open()
@@ -548,8 +566,9 @@ class Engine:
         """A server that knows nothing of us: tell it what is open, and go on behind it."""
         self._sessions += 1
         self._gone = False
-        if self._sessions == 1:
-            return
+        if welcome.session != self._connection.session:
+            return  # it is over already; where there is another, that will be met, too
+        self._met = welcome.session
         if self._control is not None and self._control.endpoint != self._control_endpoint(welcome):
             self._drop_control()
         # Where it is gone again, it comes back with another session, or is given up.

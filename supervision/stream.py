@@ -9,7 +9,7 @@ import trio
 
 from callboard.messages.base import TokenIds
 from callboard.messages.errors import CallboardError, Failure, RequestError, WireError
-from callboard.messages.requests import Abort, Accepted, Delta, FinishReason, Submit
+from callboard.messages.requests import Accepted, Delta, FinishReason, Submit
 from callboard.supervision.record import Completion, RequestRecord
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class RequestStream:
             return
         with trio.CancelScope(shield=True, deadline=trio.current_time() + ABORT_TIMEOUT_S):
             try:
-                await self._engine._send(Abort(request_id=self.request_id))
+                await self._engine._abort(self.request_id)
                 await self._ended.wait()
             except CallboardError:
                 pass  # there is nobody left to hold anything for it

@@ -15,7 +15,9 @@ import trio
 import trio.testing
 
 import callboard
+from callboard.actors.session import Joined, Left, Said
 from callboard.actors.testing import ScriptedRunner
+from callboard.actors.transport import MemoryNetwork
 from callboard.messages.base import unpack_ids
 from callboard.messages.control import (
     KVLevel,
@@ -1441,6 +1443,49 @@ async def test_nobody_at_an_endpoint_is_a_plain_error_within_the_time(tmp_path: 
     with trio.fail_after(5.0), pytest.raises(Unreachable, match="nobody"):
         async with connect(f"ipc://{tmp_path / 'nobody'}", timeout=0.1):
             pass
+
+
+async def test_a_verb_is_given_up_in_its_time_when_nobody_is_reached(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with opened(ScriptedRunner()) as engine:
+        network = engine._network
+        assert isinstance(network, MemoryNetwork)
+        network._servers.clear()
+        began = trio.current_time()
+
+        with pytest.raises(Unreachable, match="nobody answers"):
+            await engine.status(timeout=5.0)
+
+        assert trio.current_time() - began <= 5.01
+
+
+async def test_a_request_made_as_a_session_begins_is_said_in_it_once() -> None:
+    answers: list[list[int]] = []
+    asked = trio.Event()
+
+    async def make(engine: Engine) -> None:
+        async with engine.submit([5], max_tokens=200) as stream:
+            answers.append((await stream.completion()).token_ids)
+
+    with trio.fail_after(20.0):
+        async with opened(ScriptedRunner()) as engine, trio.open_nursery() as nursery:
+            connection = engine._connection
+            original = connection._deliver
+
+            async def deliver(event: Said | Joined | Left) -> None:
+                if isinstance(event, Joined) and not asked.is_set():
+                    nursery.start_soon(make, engine)
+                    asked.set()
+                    await trio.testing.wait_all_tasks_blocked()
+                await original(event)
+
+            connection._deliver = deliver
+            connection._lose("on purpose")
+            connection._say_hello()
+            await asked.wait()
+
+    assert answers == [list(range(6, 206))]
 
 
 async def test_an_endpoint_that_is_none_is_an_os_error() -> None:
