@@ -24,9 +24,11 @@ from callboard.actors import (
     session as session_module,
 )
 from callboard.actors.actor import STOP_TIMEOUT_S, Actor, Cell
+from callboard.actors.coordinator import GRACE_S
 from callboard.actors.mailbox import Letter
 from callboard.actors.ref import current_cell
 from callboard.actors.routing import Routing
+from callboard.actors.session import PING_INTERVAL_S, SILENCE_LIMIT_S
 from callboard.actors.system import ActorSystem, Timers
 from callboard.messages.base import Message
 from callboard.messages.control import (
@@ -80,8 +82,8 @@ from tests.simulation.scenario import (
 
 START_LIMIT_S = 100.0
 RECOVERY_LIMIT_S = 300.0
-SILENCE_S = 20.0
-"""Longer than anybody believes in a peer that says nothing."""
+SILENCE_S = SILENCE_LIMIT_S + 2 * PING_INTERVAL_S + GRACE_S
+"""Longer than anybody believes in a peer that says nothing, or keeps what it has open."""
 
 RUN_LIMIT_S = 3_000.0
 RUNAWAY = 200_000
