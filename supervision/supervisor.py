@@ -163,18 +163,19 @@ class Supervisor(Actor[ActorExited]):
         await self._stop_all()
 
     async def start_children(self) -> None:
-        """Start all children, then watch over them.
+        """Start all children, and watch over those that are up.
 
         Raises StartFailed, naming the child, when those that were up already have been stopped.
         """
+        self.spawn(self._repair)  # the next may rely on one that fails before all are up
         try:
             for spec in self._specs:
                 child = self._children[spec.name] = Child(spec, self._system.cell(spec.name))
                 await self._raise(child)
         except CallboardError:
+            self._repairs.cancel("a child did not start")
             await self._stop_all()
             raise
-        self.spawn(self._repair)
 
     async def receive(self, message: ActorExited) -> None:
         """A child's life ended: restart what the strategy says, if its spec wants that."""

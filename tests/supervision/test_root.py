@@ -749,6 +749,41 @@ async def test_a_tree_that_does_not_start_ends_in_good_order_and_says_why(
     assert theatre.alive() == []
 
 
+async def test_a_part_that_fails_while_later_ones_start_is_restarted_meanwhile(
+    autojump_clock: MockClock, theatre: Theatre
+) -> None:
+    theatre.scripts["b"].start_s = 100.0
+    await theatre.begin("a", "b")
+    await trio.sleep(10.0)
+
+    theatre.system.cell("a").cancel("a failure")
+    await trio.sleep(10.0)
+
+    assert theatre.system.cell("a").lives == 2
+    assert "a" in theatre.alive()
+    assert not theatre.root.started.is_set()
+    await theatre.root.started.wait()
+
+
+async def test_a_part_that_cannot_be_repaired_while_later_ones_start_is_the_end(
+    autojump_clock: MockClock, theatre: Theatre
+) -> None:
+    theatre.scripts["b"].start_s = float("inf")
+    await theatre.begin("a", "b")
+    await trio.sleep(10.0)
+    theatre.scripts["a"].start_error = RuntimeError("never again")
+
+    theatre.system.cell("a").cancel("a failure")
+    with trio.fail_after(100.0):
+        await theatre.ended.wait()
+
+    assert theatre.exited is not None
+    assert theatre.exited.failure is not None
+    assert theatre.exited.failure.code == "RestartIntensityReached"
+    assert not theatre.root.started.is_set()
+    assert theatre.alive() == []
+
+
 async def test_a_stop_while_the_tree_starts_is_prompt_and_leaves_nothing(
     autojump_clock: MockClock, theatre: Theatre
 ) -> None:
