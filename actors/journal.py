@@ -187,6 +187,11 @@ async def open_journal(
         journal.close()
 
 
+def process_of(path: Path) -> str:
+    """Return what the names of a process's files have in common, and of no other's."""
+    return path.stem.rpartition("-")[0]
+
+
 def read_journal(path: Path) -> Iterator[Entry]:
     """Yield the entries of a file, up to one that a killed process has left half written.
 

@@ -5,6 +5,8 @@ else but their settings. So each of their lives that is in a journal from its be
 again, told the same at the same times, and must say the same.
 """
 
+import heapq
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from callboard.actors.actor import Actor, Cell
-from callboard.actors.journal import ABOUT, SUFFIX, Entry, read_journal
+from callboard.actors.journal import ABOUT, SUFFIX, Entry, process_of, read_journal
 from callboard.actors.kv_allocator import KVAllocator
 from callboard.actors.ledger import TextOut
 from callboard.actors.mailbox import Letter, Reply
@@ -35,16 +37,20 @@ _COLUMN = 22
 _VERBS = Verb | GetNode
 
 
-def read(path: Path) -> list[Entry]:
-    """Return the entries of a journal's file, or of all files of a folder, in order of time.
+Process = list[Entry]
+"""What one process wrote, in order: ids and lives mean something in it alone."""
+
+
+def read(path: Path) -> list[Process]:
+    """Return what a journal's file says, or what each process wrote into the files of a folder.
 
     Raises ValueError where there is none, OSError where it cannot be read.
     """
     files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"there is no journal in {path}")
-    entries = [entry for file in files for entry in read_journal(file)]
-    return sorted(entries, key=lambda entry: entry.at)
+    processes = itertools.groupby(files, key=process_of)
+    return [[entry for file in own for entry in read_journal(file)] for _, own in processes]
 
 
 class Arrow(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,13 +63,17 @@ class Arrow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def arrows(
-    entries: Iterable[Entry], *, about: str = "", actors: Sequence[str] = ()
+    processes: Iterable[Process], *, about: str = "", actors: Sequence[str] = ()
 ) -> Iterator[Arrow]:
-    """Yield the messages, those only that name `about` and are from or to one of `actors`."""
+    """Yield the messages by time, those only that name `about` and are from or to `actors`."""
+    each = (_arrows_of(process, about, actors) for process in processes)
+    return heapq.merge(*each, key=lambda arrow: arrow.at)
+
+
+def _arrows_of(process: Process, about: str, actors: Sequence[str]) -> Iterator[Arrow]:
     handled: dict[int, str] = {}
-    for entry in entries:
+    for entry in process:
         if entry.kind == ABOUT:
-            handled = {}  # ids are those of one process
             continue
         handled[entry.message_id] = entry.receiver
         sender = handled.get(entry.cause, OUTSIDE)
@@ -163,24 +173,24 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_again(
-    entries: Sequence[Entry], text_for: Callable[[SamplingParams], TextOut] | None = None
+    process: Process, text_for: Callable[[SamplingParams], TextOut] | None = None
 ) -> list[Verdict]:
-    """Run each life of a scheduler or allocator again that is in the journal from its beginning.
+    """Run each life of a process's scheduler and allocator again that it wrote from the beginning.
 
     `text_for` is for schedulers whose requests have stop strings.
     """
-    settings = settings_of(entries)
+    settings = settings_of(process)
     lives = dict.fromkeys(
         (entry.receiver, entry.life)
-        for entry in entries
+        for entry in process
         if entry.receiver.endswith(("/scheduler", "/kv_allocator"))
     )
-    return [_run_life(entries, name, life, settings, text_for) for name, life in lives]
+    return [_run_life(process, name, life, settings, text_for) for name, life in lives]
 
 
-def settings_of(entries: Sequence[Entry]) -> Settings:
+def settings_of(process: Process) -> Settings:
     """Return what the process was started with, as the journal says."""
-    for entry in entries:
+    for entry in process:
         if entry.kind == ABOUT and entry.body:
             settings: Settings = msgspec.msgpack.decode(entry.body, type=Settings)
             return settings
@@ -188,14 +198,14 @@ def settings_of(entries: Sequence[Entry]) -> Settings:
 
 
 def _run_life(
-    entries: Sequence[Entry],
+    process: Process,
     name: str,
     life: int,
     settings: Settings,
     text_for: Callable[[SamplingParams], TextOut] | None,
 ) -> Verdict:
     prefix, _, child = name.rpartition("/")
-    told = [entry for entry in entries if (entry.receiver, entry.life) == (name, life)]
+    told = [entry for entry in process if (entry.receiver, entry.life) == (name, life)]
     if not _begins(told):
         return Verdict(actor=name, life=life, skipped="its beginning is not in the journal")
     heard: list[tuple[str, Message]] = []
@@ -210,7 +220,7 @@ def _run_life(
 
     clock = MockClock()
     trio.run(_tell_all, make, name, told, clock, clock=clock)
-    return _compared(name, life, heard, _said_by(entries, name, told))
+    return _compared(name, life, heard, _said_by(process, name, told))
 
 
 def _begins(told: Sequence[Entry]) -> bool:
@@ -260,12 +270,12 @@ async def _tell(cell: Cell, message: Message, *, asked: bool) -> None:
     await wait_all_tasks_blocked()
 
 
-def _said_by(entries: Sequence[Entry], name: str, told: Sequence[Entry]) -> list[tuple[str, bytes]]:
+def _said_by(process: Process, name: str, told: Sequence[Entry]) -> list[tuple[str, bytes]]:
     """Return what the actor said in that life, as the others have handled it, by receiver."""
     ids = {entry.message_id for entry in told}
     return [
         (entry.receiver, entry.body)
-        for entry in entries
+        for entry in process
         if entry.cause in ids and entry.receiver != name and entry.kind != ABOUT
     ]
 

@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 refused or failed, 2 nobody answers at the endpoint, 3 no 
 64 the command line itself is wrong.
 """
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -476,19 +477,24 @@ def replay(
     from callboard.supervision import replay as journal
 
     try:
-        entries = journal.read(path)
+        processes = journal.read(path)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if check:
-        verdicts = journal.run_again(entries, _text_for(journal.settings_of(entries)))
+        verdicts = [
+            verdict
+            for process in processes
+            for verdict in journal.run_again(process, _text_for(journal.settings_of(process)))
+        ]
         render.verdicts(verdicts)
         return REFUSED if any(verdict.difference for verdict in verdicts) else DONE
-    shown = list(journal.arrows(entries, about=about, actors=actor or ()))
+    shown = list(journal.arrows(processes, about=about, actors=actor or ()))
     for text in journal.diagram(shown[-limit:]):
         render.line(text)
     return DONE
 
 
+@functools.lru_cache(maxsize=1)  # processes of one server have one model
 def _text_for(settings: Settings) -> Callable[[SamplingParams], TextOut] | None:
     """Return what makes text of the tokens of a journal's model; None where it is not here."""
     from callboard.supervision.model import replica_parts

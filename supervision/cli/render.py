@@ -6,14 +6,16 @@ import math
 import sys
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from callboard.gpu.memory import format_bytes
 from callboard.messages.control import ControlReply, NodeStatus, StatusReply
 from callboard.supervision.record import Completion
-from callboard.supervision.replay import Verdict
+
+if TYPE_CHECKING:
+    from callboard.supervision.replay import Verdict  # which takes long to import
 
 
 def line(text: str = "") -> None:
@@ -39,7 +41,7 @@ def as_json(value: Any) -> None:
     line(json.dumps(_plain(value), ensure_ascii=False))
 
 
-def verdicts(found: Sequence[Verdict]) -> None:
+def verdicts(found: Sequence["Verdict"]) -> None:
     """Print what came of running each life again."""
     for verdict in found:
         who = f"{verdict.actor}, life {verdict.life}"

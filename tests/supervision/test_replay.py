@@ -63,7 +63,8 @@ async def test_what_schedulers_and_allocators_did_they_do_again(
 ) -> None:
     await write_journal(tmp_path, **settings)
 
-    verdicts = await trio.to_thread.run_sync(run_again, read(tmp_path))
+    [process] = read(tmp_path)
+    verdicts = await trio.to_thread.run_sync(run_again, process)
 
     assert {verdict.actor for verdict in verdicts} == {
         "replica-0/scheduler",
@@ -84,7 +85,8 @@ async def test_one_that_does_otherwise_is_found(
         release(self, tuple(row for row in rows if row != 3))
 
     monkeypatch.setattr(KVAllocator, "_release", forget_one)
-    verdicts = await trio.to_thread.run_sync(run_again, read(tmp_path))
+    [process] = read(tmp_path)
+    verdicts = await trio.to_thread.run_sync(run_again, process)
 
     found = {verdict.actor: verdict.difference for verdict in verdicts}
     assert "to replica-0/scheduler" in found["replica-0/kv_allocator"]
@@ -93,7 +95,7 @@ async def test_one_that_does_otherwise_is_found(
 
 async def test_a_life_without_its_beginning_is_not_run_again(tmp_path: Path) -> None:
     await write_journal(tmp_path)
-    entries = read(tmp_path)
+    [entries] = read(tmp_path)
 
     verdicts = await trio.to_thread.run_sync(run_again, entries[len(entries) // 2 :])
 
@@ -143,6 +145,35 @@ def test_the_command_shows_a_diagram_and_checks(
     said = capsys.readouterr().out
     assert "replica-0/scheduler, life 1: " in said
     assert said.count("all alike") == 2
+
+
+def test_what_processes_wrote_is_kept_apart_whatever_names_and_ids_they_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, process in enumerate(
+        ["replica-0-20260101T000000-11", "replica-0-20260101T000000-12"]
+    ):
+        alone = journal_in(tmp_path / str(number))
+        [file] = alone.iterdir()
+        entries = file.read_bytes()
+        # As if the file had been full half way, at the end of an entry.
+        half = boundary_near(entries, len(entries) // 2)
+        (tmp_path / f"{process}-0001.journal").write_bytes(entries[:half])
+        (tmp_path / f"{process}-0002.journal").write_bytes(entries[half:])
+    apart = [list(arrows(read(tmp_path / str(number)))) for number in range(2)]
+
+    assert main(["replay", str(tmp_path), "--check"]) == 0
+    assert capsys.readouterr().out.count("all alike") == 4
+    together = list(arrows(read(tmp_path)))
+    assert together == sorted([*apart[0], *apart[1]], key=lambda arrow: arrow.at)
+
+
+def boundary_near(entries: bytes, wanted: int) -> int:
+    """Return where in a journal's file the first entry begins that is behind `wanted`."""
+    place = 0
+    while place < wanted:
+        place += 4 + int.from_bytes(entries[place : place + 4], "little")
+    return place
 
 
 @pytest.mark.parametrize("content", [None, b"\x05\x00\x00\x00hello"], ids=["none", "other"])
