@@ -56,6 +56,11 @@ class Kept:
         size = sum(size_of(delta) for delta in self.deltas)
         return size if self.accepted is None else size + size_of(self.accepted)
 
+    @property
+    def has_end(self) -> bool:
+        """Whether the request has ended with it: what comes next of its id is of another."""
+        return bool(self.deltas) and self.deltas[-1].finish is not None
+
     def add(self, news: News, ended: Ended | None) -> None:
         """Add what comes next."""
         if isinstance(news, Accepted):
@@ -106,12 +111,12 @@ class Unread:
     def keep(self, news: News, ended: Ended | None = None) -> None:
         """Keep something for when its client asks for the request again."""
         self.num_bytes += size_of(news)
-        self._kept.setdefault(news.request_id, Kept()).add(news, ended)
+        self._add(news, ended)
 
     def lose_session(self) -> None:
         """Keep all that was under way."""
         for _, news, _, ended in self._under_way:
-            self._kept.setdefault(news.request_id, Kept()).add(news, ended)
+            self._add(news, ended)
         self._under_way.clear()
 
     def claim(self, request_id: RequestId) -> Kept | None:
@@ -120,6 +125,13 @@ class Unread:
         if kept is not None:
             self.num_bytes -= kept.num_bytes
         return kept
+
+    def _add(self, news: News, ended: Ended | None) -> None:
+        kept = self._kept.get(news.request_id)
+        if kept is not None and kept.has_end:
+            # Its client has used the id again, and so has read the end of what had it before.
+            self.claim(news.request_id)
+        self._kept.setdefault(news.request_id, Kept()).add(news, ended)
 
     def forget(self) -> None:
         """Keep nothing any more, but what is under way."""

@@ -325,7 +325,9 @@ class Coordinator(Actor[CoordinatorInbox]):
         """
         self._counts["requests_resumed"] += 1
         request.claimed = True
-        kept = client.unread.claim(request.client_id) or Kept()
+        kept = client.unread.claim(request.client_id)
+        if kept is None or kept.has_end:  # this one is open: an earlier one of its id has ended
+            kept = Kept()
         missed = None
         if request.has_begun_with(delivered):
             missed = kept.behind(len(delivered) // BYTES_PER_ID, len(request.output))

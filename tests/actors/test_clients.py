@@ -75,6 +75,21 @@ def test_each_request_is_claimed_by_itself_and_once() -> None:
     assert unread.num_bytes == 0
 
 
+def test_what_a_request_was_told_is_not_mixed_with_what_an_earlier_one_of_its_id_was() -> None:
+    unread = Unread()
+    unread.sent(1, accepted())
+    unread.sent(1, delta(0, 100))
+    unread.sent(1, delta(1, 101, finish=FinishReason.LENGTH), ENDED)
+    unread.sent(2, accepted())
+    unread.sent(2, delta(0, 200))
+    unread.lose_session()
+    unread.keep(delta(1, 201))
+    kept = claimed(unread)
+    assert (kept.accepted, kept.ended) == (accepted(), None)
+    assert kept.deltas == [delta(0, 200), delta(1, 201)]
+    assert (unread.num_bytes, bool(unread)) == (0, False)
+
+
 def test_what_nobody_claims_is_forgotten_and_what_is_under_way_is_not() -> None:
     unread = Unread()
     unread.keep(delta(0, 7))

@@ -940,6 +940,34 @@ async def test_an_end_that_a_client_has_read_is_not_told_to_the_next_request_of_
     assert client.output["r"] == [66]
 
 
+@pytest.mark.parametrize("told", [0, 1])
+async def test_a_request_that_goes_on_is_not_told_what_an_earlier_one_of_its_id_had(
+    stage: Stage, told: int
+) -> None:
+    """The earlier one was read to its end, in the very session that was lost then."""
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r")
+    await replica.accept(replica.given[0])
+    await replica.send(replica.given[0], 0, 7, 8, 9)
+    await replica.send(replica.given[0], 3, 10, finish=FinishReason.STOP)
+    for memory in (client.accepted, client.ends, client.output):
+        memory.clear()
+    again = TextPrompt(text="another question")
+    await client.submit("r", prompt=again)
+    await replica.accept(replica.given[1])
+    if told:
+        await replica.send(replica.given[1], 0, 20)
+    lose(stage, client)
+    await come_back(client)
+    client.accepted.clear()  # of which it may hear again
+    has = [20][:told]
+    await client.submit("r", prompt=again, delivered=pack_ids(has))
+    assert (client.ends, client.output["r"]) == ({}, has)
+    await replica.send(replica.given[-1], told, 21, finish=FinishReason.STOP)
+    assert client.output["r"] == [*has, 21]
+    assert len(replica.given) == 2
+
+
 async def test_what_a_client_that_comes_back_has_of_its_own_is_believed(stage: Stage) -> None:
     """As when the tokens came from a coordinator that is no more; the rest is computed again."""
     client, replica = await stage.client(), await stage.replica()
