@@ -21,14 +21,15 @@ def typed_errors(device: torch.device) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if _is_out_of_memory(error):
+        if is_out_of_memory(error):
             raise OutOfMemory(f"{device}: {_first_line(error)}") from error
         if device.type == "cuda" and not _responds(device):
             raise DeviceLost(f"{device}: {_first_line(error)}") from error
         raise
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that the host or the device had not the memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return any(words in str(error) for words in _OUT_OF_MEMORY)

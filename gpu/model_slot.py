@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from callboard.gpu.device import describe_device, release_memory
+from callboard.gpu.device_errors import is_out_of_memory
 from callboard.gpu.loading import LoadedModel, ModelError, check_model, load_model, read_config
 from callboard.gpu.models.config import DecoderConfig
 from callboard.gpu.offload import OffloadedModel
@@ -198,5 +199,7 @@ def _failures() -> Iterator[None]:
     """Raise as WeightsError whatever keeps weights from being read."""
     try:
         yield
-    except (ModelError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+    except (ModelError, OSError, RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+            raise
         raise WeightsError(str(error)) from error

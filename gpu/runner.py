@@ -195,11 +195,13 @@ class ModelRunner:
 
         Raises WeightsError, naming file and tensor, where they cannot be; nothing is changed then.
         """
-        self._slot.prepare(self._named(weights))
+        with typed_errors(self._device):
+            self._slot.prepare(self._named(weights))
 
     def commit_weights(self, weights: Weights) -> None:
         """Use other weights from now on, for rows that are here too; see `ModelSlot.commit`."""
-        self._slot.commit(self._named(weights))
+        with typed_errors(self._device):
+            self._slot.commit(self._named(weights))
 
     def cancel_weights(self) -> None:
         """Forget what was prepared."""

@@ -127,14 +127,22 @@ def test_where_there_is_no_room_for_two_the_old_weights_wait_on_the_host(
     assert slot.weights == (NEW if commits else OLD)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no room at all"),
+        torch.OutOfMemoryError("no room at all"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory, no room at all"),  # as torch says
+    ],
+)
 def test_old_weights_that_made_room_for_nothing_come_back(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     slot = make_slot()
     monkeypatch.setattr("callboard.gpu.model_slot.ROOM", 1e12)
 
     def fail(*args: object, **options: object) -> None:
-        raise MemoryError("no room at all")
+        raise error
 
     monkeypatch.setattr("callboard.gpu.model_slot.load_model", fail)
     with pytest.raises(WeightsError, match="no room at all"):
