@@ -218,10 +218,8 @@ class DynamicContext(ContextRows):
 
     def statistics(self) -> ContextStatistics:
         """Return the context's numbers now."""
-        held = self._num_blocks_of(slice(0, self._num_rows))
-        usable = self.dummy
-        if self._pool is not None:
-            held = self._pool.held
+        usable, pool = self.dummy, self._pool
+        held = self._num_blocks_of(slice(0, self._num_rows)) if pool is None else pool.held
         return ContextStatistics(
             rows=self._num_rows,
             paused_rows=self._num_paused,

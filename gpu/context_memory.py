@@ -101,7 +101,7 @@ class ContextMemory:
         self.allocated = False
 
     def free(self) -> None:
-        """Give the memory back; no row may be left that has a slot."""
+        """Give the memory back; the slots of rows stay theirs, for what `offload` has kept."""
         if self._caches is not None:
             self._caches.free()
         self._caches = None

@@ -29,17 +29,19 @@ def likeliest(logits_SV: Tensor, wanted_S: npt.NDArray[np.int32]) -> list[TopLog
     A row gets fewer where fewer are possible at all. As many as a request may ask for are always
     looked for, since which of several equal ones come first hangs on that number.
     """
-    most = int(wanted_S.max(initial=0))
-    if most <= 0:
+    asking = np.flatnonzero(wanted_S > 0)
+    if not len(asking):
         return []
-    ids_SK, logprobs_SK = top_logprobs(logits_SV, max(most, MAX_LOGPROBS))
-    rows = zip(ids_SK.tolist(), logprobs_SK.tolist(), wanted_S.tolist(), strict=True)
-    return [_of_row(ids, logprobs, wanted) for ids, logprobs, wanted in rows]
+    if len(asking) < len(wanted_S):
+        logits_SV = logits_SV[torch.from_numpy(asking).to(logits_SV.device)]
+    top = top_logprobs(logits_SV, max(int(wanted_S.max()), MAX_LOGPROBS))
+    found: list[TopLogprobs] = [()] * len(wanted_S)
+    for row, ids, logprobs in zip(asking.tolist(), *(each.tolist() for each in top), strict=True):
+        found[row] = _of_row(ids, logprobs, int(wanted_S[row]))
+    return found
 
 
 def _of_row(ids: list[int], logprobs: list[float], wanted: int) -> TopLogprobs:
-    if wanted <= 0:
-        return ()
     pairs = zip(ids[:wanted], logprobs[:wanted], strict=True)
     return tuple((token_id, logprob) for token_id, logprob in pairs if logprob > -math.inf)
 
@@ -77,9 +79,15 @@ def _score(logits_PV: Tensor, target_P: Tensor, sampling: RowSampling) -> Sequen
     """Return the targets' log-probabilities [P], and ids and values of the likeliest, [P, K]."""
     if sampling.processed_logprobs:
         logits_PV = _processed(logits_PV, sampling)
-    num_top = sampling.prompt_logprobs
+    num_top, logprobs_P = sampling.prompt_logprobs, logprobs_of(logits_PV, target_P)
+    if not num_top:
+        return (
+            logprobs_P,
+            target_P.new_empty(len(target_P), 0),
+            logprobs_P.new_empty(len(target_P), 0),
+        )
     top_ids_PK, top_PK = top_logprobs(logits_PV, max(num_top, MAX_LOGPROBS))
-    return logprobs_of(logits_PV, target_P), top_ids_PK[:, :num_top], top_PK[:, :num_top]
+    return logprobs_P, top_ids_PK[:, :num_top], top_PK[:, :num_top]
 
 
 def _processed(logits_PV: Tensor, sampling: RowSampling) -> Tensor:
