@@ -39,7 +39,7 @@ from collections.abc import Callable
 import msgspec
 
 from callboard.actors.ledger import Ledger, Phase, Request
-from callboard.actors.room import check_fits, room_for
+from callboard.actors.room import check_fits
 from callboard.actors.timeline import Timeline
 from callboard.gpu.memory import blocks_for
 from callboard.gpu.prefix import BlockHash, root_hash
@@ -177,10 +177,6 @@ class SchedulingPolicy:
         self._root = root_hash(salt=b"", weights_version=version)
 
     # Requests come and go.
-
-    def room_for(self, prompt_tokens: int) -> int:
-        """Return how many tokens a request could generate at most behind such a prompt."""
-        return room_for(self._known_device(), prompt_tokens)
 
     def check_fits(
         self,

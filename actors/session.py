@@ -4,9 +4,9 @@ On top of a transport that may lose a peer at any moment, a session gives: a han
 other versions and other message types by name, pings, credit (so that a slow reader is noticed
 before anything fills up), asks that are answered or fail, and typed refusals of what is no message.
 
-`Listener` is the listening side and `Connection` the connecting one. Both run as a task of the
-actor they serve and put what arrives into its mailbox. What the actor has no room for waits here,
-within the credit given, and holds up neither pings nor credit nor answers.
+`Listener` is the listening side and `Connection` the connecting one. Both run as a task of whoever
+they serve and hand what arrives to its `deliver`, an actor's mailbox for most. What there is no
+room for waits here, within the credit given, and holds up neither pings nor credit nor answers.
 """
 
 import math

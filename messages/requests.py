@@ -31,7 +31,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"  # max_tokens, or the context is full
     ABORT = "abort"  # somebody aborted it, or the engine stopped
     DEADLINE = "deadline"  # its deadline passed
-    ERROR = "error"  # the engine could not finish it; Delta.error says why
+    ERROR = "error"  # the engine could not finish it; Delta.failure says why
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

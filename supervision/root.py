@@ -20,15 +20,11 @@ from callboard.messages.control import (
     ControlReply,
     GetStatus,
     NodeStatus,
-    Pause,
     ReplicaStatus,
     Resume,
     State,
     StatusReply,
-    Step,
     Stop,
-    Suspend,
-    Unpause,
     UpdatePhase,
     UpdateWeights,
     Verb,
@@ -38,7 +34,7 @@ from callboard.messages.control import (
 from callboard.messages.errors import CallboardError, Failure, WeightsError
 from callboard.messages.membership import Role, Welcome
 from callboard.supervision.lifecycle import Lifecycle
-from callboard.supervision.spec import ChildSpec, Intensity, Strategy
+from callboard.supervision.spec import ChildSpec, Strategy
 from callboard.supervision.supervisor import (
     STATUS_TIMEOUT_S,
     VERB_TIMEOUT_S,
@@ -94,9 +90,8 @@ class Root(Supervisor):
         model: str,
         version: str,
         coordinator: ActorRef[AbortRequests],
-        intensity: Intensity | None = None,
     ) -> None:
-        super().__init__(system, children, strategy=Strategy.ONE_FOR_ONE, intensity=intensity)
+        super().__init__(system, children, strategy=Strategy.ONE_FOR_ONE)
         self.control_endpoint = control_endpoint
         self.started = trio.Event()
         self.start_failure: CallboardError | None = None
@@ -244,15 +239,7 @@ class Root(Supervisor):
                 return await self.status(timeout)
             case AbortRequests() as abort:
                 return await self._abort(abort, timeout)
-            case (
-                Pause()
-                | Unpause()
-                | Suspend()
-                | Resume()
-                | Stop()
-                | Step()
-                | UpdateWeights() as verb
-            ):
+            case verb if isinstance(verb, Verb):
                 return await self.control(verb, timeout)
             case other:
                 raise AssertionError(f"the listener let {other} through")

@@ -1,7 +1,7 @@
 """The command line: `callboard`, also `python -m callboard` and `python -m callboard.supervision`.
 
 Exit codes: 0 done, 1 refused or failed, 2 nobody answers at the endpoint, 3 no answer in time,
-64 the command line itself is wrong.
+64 the command line itself is wrong, 130 interrupted.
 """
 
 import functools
@@ -66,7 +66,7 @@ _UsageProblem: Any = typer.BadParameter.__mro__[2]
 app = typer.Typer(
     help="Serve a language model, generate with it, and control the tree of actors that runs it.",
     epilog="Exit codes: 0 done, 1 refused or failed, 2 nobody answers at the endpoint, "
-    "3 no answer in time, 64 the command line is wrong.",
+    "3 no answer in time, 64 the command line is wrong, 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
