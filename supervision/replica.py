@@ -57,13 +57,13 @@ def main() -> int:
 
 
 async def _run(order: ReplicaOrder) -> int:
-    async with (
-        watched_loop(order.settings.loop_timeout_s),
-        open_zmq_network(client_keys=order.keys) as network,
-        journal_of(order.settings, order.name) as journal,
-        open_system(journal) as system,
-    ):
-        failure = await _Replica(order, system, network).run()
+    with watched_loop(order.settings.loop_timeout_s):
+        async with (
+            open_zmq_network(client_keys=order.keys) as network,
+            journal_of(order.settings, order.name) as journal,
+            open_system(journal) as system,
+        ):
+            failure = await _Replica(order, system, network).run()
     return 0 if failure is None else 1
 
 

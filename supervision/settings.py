@@ -42,7 +42,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_model_len: int = 0  # tokens of a sequence, prompt and output; 0 is the model's own limit
     start_timeout_s: float = 600.0
     step_timeout_s: float = 600.0  # longest forward pass; then its device is given up; 0 is never
-    loop_timeout_s: float = 30.0  # longest silence of a replica process; then it is replaced
+    loop_timeout_s: float = 30.0  # longest standstill of a process; then it is ended; 0 is never
     max_restarts: int = 10  # of replica processes, counted until one is well for:
     restart_period_s: float = 60.0
     drain_s: float = 30.0  # what open requests get when a signal ends the server

@@ -1,16 +1,16 @@
 """Notices that something stands still, be it the event loop of this process or another process.
 
-What stands still cannot say so itself: an event loop is watched by a thread, and a process by its
-root. Time is counted in the watcher's own turns, so that it blames nobody for time in which it
-stood still itself, because the whole machine or terminal job was stopped.
+What stands still cannot say so itself: an event loop is watched by a thread, and a replica's
+process by its root, too. Time is counted in the watcher's own turns, so that it blames nobody for
+time in which it stood still itself, because the whole machine or terminal job was stopped.
 """
 
 import faulthandler
 import os
 import sys
 import threading
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import trio
 
@@ -52,48 +52,46 @@ def end_stuck_process() -> None:
     os._exit(STUCK_LOOP)
 
 
-@asynccontextmanager
-async def watched_loop(
+@contextmanager
+def watched_loop(
     timeout_s: float, *, give_up: Callable[[], object] = end_stuck_process
-) -> AsyncGenerator[None]:
-    """Call `give_up`, in a thread, when the event loop makes no turn for so long; 0 is never."""
+) -> Iterator[None]:
+    """Call `give_up`, in a thread, when this event loop makes no turn for so long; 0 is never."""
     if timeout_s == 0:
         yield
         return
-    watch = _LoopWatch(timeout_s, give_up)
+    watch = _LoopWatch(timeout_s, give_up, trio.lowlevel.current_trio_token())
     thread = threading.Thread(target=watch.run, name="callboard watchdog", daemon=True)
     thread.start()
     try:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(watch.tick)
-            yield
-            nursery.cancel_scope.cancel("the loop is not watched any more")
+        yield
     finally:
         watch.over.set()
         thread.join()
 
 
 class _LoopWatch:
-    def __init__(self, timeout_s: float, give_up: Callable[[], object]) -> None:
+    def __init__(
+        self, timeout_s: float, give_up: Callable[[], object], loop: trio.lowlevel.TrioToken
+    ) -> None:
         self.over = threading.Event()
         self._timeout_s = timeout_s
         self._turn_s = turn_of(timeout_s)
         self._give_up = give_up
-        self._ticks = 0
-
-    async def tick(self) -> None:
-        """Show that the loop turns, twice a look."""
-        while True:
-            self._ticks += 1
-            await trio.sleep(self._turn_s / 2)
+        self._loop = loop
+        self._turns = 0
 
     def run(self) -> None:
         """Look until it is over, or the loop is stuck."""
         silence = Silence()
         while not self.over.wait(self._turn_s):
-            if silence.look(self._ticks, self._turn_s) >= self._timeout_s:
+            if silence.look(self._turns, self._turn_s) >= self._timeout_s:
                 self._give_up()
                 return
+            self._loop.run_sync_soon(self._count_turn, idempotent=True)
+
+    def _count_turn(self) -> None:
+        self._turns += 1
 
 
 def _write_stacks() -> None:

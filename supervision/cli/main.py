@@ -165,6 +165,7 @@ def serve(
     The first SIGINT or SIGTERM lets open requests finish, the second ends them.
     """
     from callboard.supervision.serve import print_line, serve as run_server
+    from callboard.supervision.watchdog import watched_loop
 
     settings = _with_model(
         load_settings(
@@ -183,7 +184,8 @@ def serve(
     configure_logging(settings.log_level, as_json=settings.log_json)
 
     async def run() -> None:
-        await run_server(settings, announce=print_line)
+        with watched_loop(settings.loop_timeout_s):
+            await run_server(settings, announce=print_line)
 
     trio.run(run)
     return DONE

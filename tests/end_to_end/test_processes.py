@@ -8,8 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -192,33 +192,68 @@ async def all_ended(pids: Sequence[int]) -> None:
 # Replica processes that die
 
 
-async def test_a_replica_killed_while_requests_stream_is_replaced_and_no_token_is_lost(
-    server: Server,
-) -> None:
-    async def generate(engine: Engine, number: int, begun: trio.Event) -> None:
+async def undisturbed_and_disturbed(
+    engine: Engine, disturb: Callable[[], Awaitable[None]]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the tokens of PROMPTS without and with something that happens under the streams."""
+    disturbed: dict[int, list[int]] = {}
+
+    async def generate(number: int, begun: trio.Event) -> None:
         async with engine.submit(PROMPTS[number], **GREEDY) as stream:
             await read(stream, 5)
             begun.set()
             disturbed[number] = (await stream.completion()).token_ids
 
-    disturbed: dict[int, list[int]] = {}
+    begun = [trio.Event() for _ in PROMPTS]
+    async with trio.open_nursery() as nursery:
+        for number, event in enumerate(begun):
+            nursery.start_soon(generate, number, event)
+        for event in begun:
+            await event.wait()
+        await disturb()
+    undisturbed = await engine.generate(PROMPTS, **GREEDY)
+    return [answer.token_ids for answer in undisturbed], [disturbed[n] for n in range(len(PROMPTS))]
+
+
+async def test_a_replica_killed_while_requests_stream_is_replaced_and_no_token_is_lost(
+    server: Server,
+) -> None:
     with trio.fail_after(START_S):
         async with connect(server.endpoint) as engine:
             before = await replica(engine)
-            begun = [trio.Event() for _ in PROMPTS]
-            async with trio.open_nursery() as nursery:
-                for number, event in enumerate(begun):
-                    nursery.start_soon(generate, engine, number, event)
-                for event in begun:
-                    await event.wait()
+
+            async def kill() -> None:
                 os.kill(before.pid, signal.SIGKILL)
+
+            undisturbed, disturbed = await undisturbed_and_disturbed(engine, kill)
             after = await new_replica(engine, before.pid)
-            undisturbed = await engine.generate(PROMPTS, **GREEDY)
 
     assert after.restarts == before.restarts + 1
-    assert len(disturbed) == len(PROMPTS)
-    for number, answer in enumerate(undisturbed):
-        assert disturbed[number] == answer.token_ids
+    assert disturbed == undisturbed
+
+
+def test_streams_go_on_with_the_server_that_follows_a_killed_one(
+    fresh: Server, tmp_path: Path
+) -> None:
+    fresh.wait_ready()
+    (tmp_path / "n").mkdir()
+
+    async def kill_and_follow() -> tuple[list[list[int]], list[list[int]]]:
+        with trio.fail_after(START_S):
+            async with connect(fresh.endpoint) as engine:
+
+                async def follow() -> None:
+                    fresh.process.kill()
+                    fresh.wait()
+                    again = stack.enter_context(serve(tmp_path / "n", *SMALL[:-1], fresh.endpoint))
+                    await trio.to_thread.run_sync(again.wait_ready)
+
+                return await undisturbed_and_disturbed(engine, follow)
+
+    with ExitStack() as stack:
+        undisturbed, disturbed = trio.run(kill_and_follow)
+
+    assert disturbed == undisturbed
 
 
 async def test_a_replica_killed_while_paused_comes_back_paused(server: Server) -> None:
