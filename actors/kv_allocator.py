@@ -98,7 +98,6 @@ class KVAllocator(Actor[KVAllocatorInbox]):
         return BlocksGranted(
             step=question.step,
             blocks=granted,
-            free=pool.free,
             cached=new.cached,
             chunks=new.chunks,
             denied=tuple(new.denied),

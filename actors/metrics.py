@@ -7,27 +7,27 @@ import msgspec
 from callboard.actors.actor import Actor
 from callboard.actors.mailbox import Overflow
 from callboard.messages.events import RequestStats, StepStats
+from callboard.messages.requests import FinishReason
 
 MetricsInbox = StepStats | RequestStats
 
 
-class _Replica(msgspec.Struct):
-    steps: int = 0
-    tokens: int = 0
-    sampled: int = 0
-    step_seconds: float = 0.0
-    requests: int = 0
-    first_tokens: int = 0
-    first_token_seconds: float = 0.0
-
-
 class Metrics(Actor[MetricsInbox]):
-    """Counters and sums by replica; `status` shows them."""
+    """Counters, sums and means over all replicas; `status` shows them."""
 
     overflow = Overflow.SHED
 
     def __init__(self) -> None:
-        self._replicas: dict[str, _Replica] = {}
+        self._steps = 0
+        self._tokens = 0
+        self._sampled = 0
+        self._step_seconds = 0.0
+        self._ends = dict.fromkeys(FinishReason, 0)
+        self._prompt_tokens = 0
+        self._output_tokens = 0
+        self._request_seconds = 0.0
+        self._first_tokens = 0
+        self._first_token_seconds = 0.0
         self._refused = 0
 
     async def receive(self, message: MetricsInbox) -> None:
@@ -35,33 +35,41 @@ class Metrics(Actor[MetricsInbox]):
         if not _is_possible(message):
             self._refused += 1
             return
-        replica = self._replicas.setdefault(message.replica, _Replica())
         match message:
             case StepStats():
-                replica.steps += 1
-                replica.tokens += message.num_tokens
-                replica.sampled += message.num_sampled
-                replica.step_seconds += message.seconds
+                self._steps += 1
+                self._tokens += message.num_tokens
+                self._sampled += message.num_sampled
+                self._step_seconds += message.seconds
             case RequestStats():
-                replica.requests += 1
+                self._ends[message.finish] += 1
+                self._prompt_tokens += message.prompt_tokens
+                self._output_tokens += message.output_tokens
+                self._request_seconds += message.total_s
                 if message.first_token_s is not None:
-                    replica.first_tokens += 1
-                    replica.first_token_seconds += message.first_token_s
+                    self._first_tokens += 1
+                    self._first_token_seconds += message.first_token_s
 
     def details(self) -> dict[str, int | float | str]:
-        """Return the sums over all replicas, and means a person can read."""
-        replicas = self._replicas.values()
-        first_tokens = sum(replica.first_tokens for replica in replicas)
-        first_token_seconds = sum(replica.first_token_seconds for replica in replicas)
+        """Return the counters and sums, and means a person can read."""
+        requests = sum(self._ends.values())
         return {
-            "steps": sum(replica.steps for replica in replicas),
-            "tokens_computed": sum(replica.tokens for replica in replicas),
-            "tokens_sampled": sum(replica.sampled for replica in replicas),
-            "step_seconds": round(sum(replica.step_seconds for replica in replicas), 3),
-            "requests": sum(replica.requests for replica in replicas),
-            "mean_time_to_first_token_s": round(first_token_seconds / max(1, first_tokens), 4),
+            "steps": self._steps,
+            "tokens_computed": self._tokens,
+            "tokens_sampled": self._sampled,
+            "step_seconds": round(self._step_seconds, 3),
+            "requests": requests,
+            **{f"requests_{reason}": count for reason, count in self._ends.items()},
+            "prompt_tokens": self._prompt_tokens,
+            "output_tokens": self._output_tokens,
+            "mean_time_to_first_token_s": _mean(self._first_token_seconds, self._first_tokens),
+            "mean_request_s": _mean(self._request_seconds, requests),
             "reports_refused": self._refused,
         }
+
+
+def _mean(seconds: float, count: int) -> float:
+    return round(seconds / max(1, count), 4)
 
 
 def _is_possible(report: MetricsInbox) -> bool:

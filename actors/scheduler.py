@@ -87,7 +87,6 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         out: ActorRef[Accepted | Refused | TokensOut | StepStats | RequestStats],
         text_for: Callable[[SamplingParams], TextOut] | None,
         eos_token_ids: tuple[int, ...] = (),
-        replica: str = "replica",
         prefill_chunk_tokens: int | None = None,
         prefix_caching: bool = False,
         paused_limit: int | None = None,
@@ -101,7 +100,6 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         self._out = out
         self._text_for = text_for
         self._eos_token_ids = eos_token_ids
-        self._replica = replica
         self._max_queued = max_queued
         self._policy = SchedulingPolicy(
             prefill_chunk_tokens=prefill_chunk_tokens,
@@ -122,7 +120,6 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         self._step_until = 0.0
         self._arrivals = 0
         self._steps = 0
-        self._free_blocks = 0
 
     async def receive(self, message: SchedulerInbox | _DeadlinePassed | _DrainOver) -> None:
         """Handle one message, then begin a step if one is due."""
@@ -322,7 +319,6 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
     async def _meet_device(self, device: DeviceReady) -> None:
         self._asked = None
         self._stuck = False
-        self._free_blocks = device.num_blocks
         await self._apply(self._policy.device_ready(device))
 
     @property
@@ -378,7 +374,6 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
             await self._release(list(granted.blocks), dropped=False)
             return
         self._asked = None
-        self._free_blocks = granted.free
         planned = self._policy.plan(granted)
         await self._release(planned.unused, dropped=False)
         await self._release(planned.evicted, dropped=True)
@@ -419,29 +414,18 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         await self._allocator.tell(ReleaseBlocks(rows=tuple(rows)))
 
     async def _report_step(self, done: StepDone) -> None:
-        counts = self._policy.counts()
         await self._out.tell(
-            StepStats(
-                replica=self._replica,
-                step=self._steps,
-                num_tokens=done.num_tokens,
-                num_sampled=len(done.rows),
-                running=counts.running,
-                waiting=counts.waiting,
-                paused=counts.paused,
-                free_blocks=self._free_blocks,
-                seconds=done.seconds,
-            )
+            StepStats(num_tokens=done.num_tokens, num_sampled=len(done.rows), seconds=done.seconds)
         )
 
     async def _report_end(self, request: Request, now: float) -> None:
+        assert request.finish_reason is not None
         first_token_s = None
         if request.first_token_at is not None:
             first_token_s = request.first_token_at - request.accepted_at
         await self._out.tell(
             RequestStats(
-                replica=self._replica,
-                finish="" if request.finish_reason is None else request.finish_reason,
+                finish=request.finish_reason,
                 prompt_tokens=len(request.prompt),
                 output_tokens=len(request.output),
                 first_token_s=first_token_s,

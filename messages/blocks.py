@@ -54,7 +54,6 @@ class BlocksGranted(Message, frozen=True):
 
     step: int
     blocks: dict[RowId, tuple[int, ...]]
-    free: int
     cached: dict[RowId, int] = msgspec.field(default_factory=dict)
     chunks: dict[RowId, int] = msgspec.field(default_factory=dict)
     denied: tuple[RowId, ...] = ()

@@ -1,19 +1,14 @@
 """What the parts tell the metrics actor. Losing one of these loses nothing but a number."""
 
 from callboard.messages.base import Message
+from callboard.messages.requests import FinishReason
 
 
 class StepStats(Message, frozen=True):
     """Scheduler → metrics: one step, as counts and seconds."""
 
-    replica: str
-    step: int
     num_tokens: int
     num_sampled: int
-    running: int
-    waiting: int
-    paused: int
-    free_blocks: int
     seconds: float
 
 
@@ -24,8 +19,7 @@ class RequestStats(Message, frozen=True):
     the request, at a time that is not known here.
     """
 
-    replica: str
-    finish: str
+    finish: FinishReason
     prompt_tokens: int
     output_tokens: int
     first_token_s: float | None

@@ -115,7 +115,6 @@ def replica(
                     settings,
                     text_for=parts.text_for,
                     eos_token_ids=parts.eos_token_ids,
-                    replica=name,
                 ),
             ),
             spec("device", device, SUPERVISOR_SHUTDOWN_S),

@@ -89,8 +89,7 @@ def good_frames() -> list[bytes]:
     )
     delta = Delta(request_id="fuzz", start=0, token_ids=pack_ids([1]), finish=FinishReason.STOP)
     stats = RequestStats(
-        replica="replica-0",
-        finish="stop",
+        finish=FinishReason.STOP,
         prompt_tokens=1,
         output_tokens=1,
         first_token_s=None,

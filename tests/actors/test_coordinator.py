@@ -421,24 +421,13 @@ async def test_reports_go_to_the_metrics_and_to_nobody_else(stage: Stage) -> Non
     client, replica = await stage.client(), await stage.replica()
     await replica.say(
         RequestStats(
-            replica="replica",
-            finish="stop",
+            finish=FinishReason.STOP,
             prompt_tokens=1,
             output_tokens=2,
             first_token_s=0.0,
             total_s=0.0,
         ),
-        StepStats(
-            replica="replica",
-            step=1,
-            num_tokens=3,
-            num_sampled=1,
-            running=1,
-            waiting=0,
-            paused=0,
-            free_blocks=1,
-            seconds=0.0,
-        ),
+        StepStats(num_tokens=3, num_sampled=1, seconds=0.0),
     )
     details = stage.metrics.status().details
     assert (details["requests"], details["steps"]) == (1, 1)

@@ -10,36 +10,25 @@ from callboard.actors.metrics import Metrics
 from callboard.actors.ref import LocalRef
 from callboard.actors.system import open_system
 from callboard.messages.events import RequestStats, StepStats
+from callboard.messages.requests import FinishReason
 
 
-def step(
-    replica: str = "replica-0",
+def step(*, num_tokens: int = 10, num_sampled: int = 4, seconds: float = 0.25) -> StepStats:
+    return StepStats(num_tokens=num_tokens, num_sampled=num_sampled, seconds=seconds)
+
+
+def request(
     *,
-    num_tokens: int = 10,
-    num_sampled: int = 4,
-    seconds: float = 0.25,
-) -> StepStats:
-    return StepStats(
-        replica=replica,
-        step=1,
-        num_tokens=num_tokens,
-        num_sampled=num_sampled,
-        running=4,
-        waiting=0,
-        paused=0,
-        free_blocks=7,
-        seconds=seconds,
-    )
-
-
-def request(replica: str = "replica-0", *, first_token_s: float | None = 0.5) -> RequestStats:
+    finish: FinishReason = FinishReason.STOP,
+    first_token_s: float | None = 0.5,
+    total_s: float = 2.0,
+) -> RequestStats:
     return RequestStats(
-        replica=replica,
-        finish="stop",
+        finish=finish,
         prompt_tokens=3,
         output_tokens=5,
         first_token_s=first_token_s,
-        total_s=2.0,
+        total_s=total_s,
     )
 
 
@@ -54,10 +43,10 @@ async def metrics() -> AsyncGenerator[tuple[Cell, LocalRef[StepStats | RequestSt
 
 async def test_steps_and_requests_are_added_up_over_all_replicas() -> None:
     async with metrics() as (cell, ref):
-        await ref.tell(step("replica-0"))
-        await ref.tell(step("replica-1", num_tokens=5, num_sampled=1))
-        await ref.tell(request("replica-0", first_token_s=0.5))
-        await ref.tell(request("replica-1", first_token_s=0.25))
+        await ref.tell(step())
+        await ref.tell(step(num_tokens=5, num_sampled=1))
+        await ref.tell(request(first_token_s=0.5, total_s=2.0))
+        await ref.tell(request(finish=FinishReason.ABORT, first_token_s=0.25, total_s=1.0))
         await wait_all_tasks_blocked()
         assert cell.status().details == {
             "steps": 2,
@@ -65,7 +54,15 @@ async def test_steps_and_requests_are_added_up_over_all_replicas() -> None:
             "tokens_sampled": 5,
             "step_seconds": 0.5,
             "requests": 2,
+            "requests_stop": 1,
+            "requests_length": 0,
+            "requests_abort": 1,
+            "requests_deadline": 0,
+            "requests_error": 0,
+            "prompt_tokens": 6,
+            "output_tokens": 10,
             "mean_time_to_first_token_s": 0.375,
+            "mean_request_s": 1.5,
             "reports_refused": 0,
         }
 

@@ -986,7 +986,7 @@ def test_a_step_names_the_life_of_the_device_it_is_for() -> None:
     policy.add(Replica().add("a"))
     question = policy.propose()
     row = question.admit[0].row
-    granted = BlocksGranted(step=1, blocks={row: (0,)}, free=8, chunks={row: 3})
+    granted = BlocksGranted(step=1, blocks={row: (0,)}, chunks={row: 3})
     planned = policy.plan(granted)
     assert planned.step is not None
     assert planned.step.life == 5

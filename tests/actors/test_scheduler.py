@@ -493,10 +493,7 @@ async def test_each_step_and_each_end_is_reported(autojump_clock: MockClock, sta
     await trio.sleep(4)
     await stage.finish_step()
     steps = [one for one in stage.stats if isinstance(one, StepStats)]
-    assert [(one.step, one.num_tokens, one.num_sampled, one.running) for one in steps] == [
-        (1, 3, 1, 1),
-        (2, 1, 1, 0),
-    ]
+    assert [(one.num_tokens, one.num_sampled) for one in steps] == [(3, 1), (1, 1)]
     (ended,) = [one for one in stage.stats if isinstance(one, RequestStats)]
     assert (ended.finish, ended.prompt_tokens, ended.output_tokens) == ("length", 3, 2)
     assert ended.first_token_s == pytest.approx(3)
@@ -628,9 +625,7 @@ async def test_a_pause_asked_for_between_question_and_step_waits_for_that_step()
         asked = await stage.ask(Pause())
         assert asked.open
         row = question.admit[0].row
-        await stage.tell(
-            BlocksGranted(step=question.step, blocks={row: (0,)}, free=63, chunks={row: 3})
-        )
+        await stage.tell(BlocksGranted(step=question.step, blocks={row: (0,)}, chunks={row: 3}))
         assert asked.open
         await stage.finish_step()
         assert asked.reply is not None
@@ -1175,9 +1170,7 @@ async def test_an_abort_between_question_and_step_leaves_nothing_to_run() -> Non
         row = question.admit[0].row
         await stage.tell(Abort(request_id="a"))
         assert drain(stage.allocator) == []
-        await stage.tell(
-            BlocksGranted(step=question.step, blocks={row: (0,)}, free=63, chunks={row: 3})
-        )
+        await stage.tell(BlocksGranted(step=question.step, blocks={row: (0,)}, chunks={row: 3}))
         assert drain(stage.allocator) == [ReleaseBlocks(rows=(row,))]
         assert (stage.step, list(stage.ends)) == (None, ["a"])
 
@@ -1223,7 +1216,7 @@ async def test_forgetting_all_says_nothing_and_frees_all(stage: Stage) -> None:
 
 async def test_blocks_granted_for_another_question_are_given_back() -> None:
     async with open_stage(allocator=False) as stage:
-        await stage.tell(BlocksGranted(step=99, blocks={7: (1, 2)}, free=60))
+        await stage.tell(BlocksGranted(step=99, blocks={7: (1, 2)}))
         assert drain(stage.allocator) == [ReleaseBlocks(rows=(7,))]
         assert stage.step is None
 
@@ -1264,7 +1257,7 @@ async def test_a_new_device_while_blocks_were_asked_for_begins_a_new_round() -> 
         assert isinstance(second, ReserveBlocks)
         assert first.step != second.step
         assert first.admit[0].row != second.admit[0].row
-        await stage.tell(BlocksGranted(step=first.step, blocks={first.admit[0].row: (0,)}, free=9))
+        await stage.tell(BlocksGranted(step=first.step, blocks={first.admit[0].row: (0,)}))
         assert drain(stage.allocator) == [ReleaseBlocks(rows=(first.admit[0].row,))]
 
 
