@@ -32,7 +32,7 @@ from callboard.actors.session import Joined, Left, Listener, Said
 from callboard.actors.system import ActorSystem, Timer
 from callboard.actors.transport import Network
 from callboard.actors.zmq_socket import EndpointError
-from callboard.messages.base import Message, TokenIds
+from callboard.messages.base import BYTES_PER_ID, Message, TokenIds
 from callboard.messages.control import (
     AbortReply,
     AbortRequests,
@@ -62,8 +62,6 @@ from callboard.messages.requests import (
     Submit,
     TokensOut,
 )
-
-BYTES_PER_ID = 4
 
 FromClient = Submit | Abort
 ToClient = Accepted | Refused | TokensOut

@@ -13,7 +13,7 @@ import msgspec
 
 from callboard.actors.prompt_scores import PromptScores
 from callboard.gpu.prefix import BlockHash, extend_hashes, root_hash
-from callboard.messages.base import pack_floats
+from callboard.messages.base import id_array, pack_floats
 from callboard.messages.errors import Failure
 from callboard.messages.logprobs import TopLogprobs
 from callboard.messages.requests import (
@@ -94,7 +94,7 @@ class Request:
         self.deadline = deadline
         self.first_token_at: float | None = None  # None too when it came in an earlier life
         self.finish_reason: FinishReason | None = None
-        self.output: array[int] = array("i")
+        self.output = id_array()
         self.phase = Phase.WAITING
         self.row: RowId | None = None
         self.target = 0  # tokens to prefill: prompt and output so far

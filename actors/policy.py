@@ -31,7 +31,6 @@ STEPS_TO_GROW steps that went well.
 
 import itertools
 import time
-from array import array
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
@@ -680,10 +679,3 @@ def _is_suspect(request: Request) -> bool:
 def _may_be_overtaken(request: Request) -> bool:
     """Whether younger ones may go first where it does not fit; not so once it had a row."""
     return request.overtaken < MAX_OVERTAKEN and request.cached_tokens is None
-
-
-def tokens_of(packed: bytes) -> "array[int]":
-    """Unpack token ids into the compact form requests keep them in."""
-    ids: array[int] = array("i")
-    ids.frombytes(packed)
-    return ids

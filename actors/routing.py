@@ -13,7 +13,6 @@ lost at once, a request may be given to several of them that are dead already.
 
 import itertools
 import secrets
-from array import array
 from collections.abc import Iterable
 from hashlib import blake2b
 
@@ -21,7 +20,7 @@ import msgspec
 
 from callboard.actors.clients import ClientKey, Ended
 from callboard.actors.placement import PeerKey, Placement
-from callboard.messages.base import TokenIds
+from callboard.messages.base import BYTES_PER_ID, TokenIds, id_array
 from callboard.messages.codec import encode_body
 from callboard.messages.errors import Failure, MailboxFull, RequestError
 from callboard.messages.requests import (
@@ -67,8 +66,7 @@ class OpenRequest:
         self.client_id = submit.request_id
         self.submit = submit
         self.deadline = deadline
-        self.output: array[int] = array("i")
-        self.output.frombytes(submit.delivered)
+        self.output = id_array(submit.delivered)
         self.replica: PeerKey | None = None
         self.attempts = 0
         self.losses = 0.0  # since the last token
@@ -301,8 +299,7 @@ class Routing:
         self._take_back(request)
         self._take_up(request)
         request.replica = None
-        request.output = array("i")
-        request.output.frombytes(delivered)
+        request.output = id_array(delivered)
         self._put(request)
 
     def requests_of(self, client: ClientKey) -> list[OpenRequest]:
@@ -388,7 +385,7 @@ def check(submit: Submit) -> None:
             field="timeout_s",
             allowed=f"above 0 and at most {MAX_TIMEOUT_S:g} seconds",
         )
-    if len(submit.delivered) % 4:
+    if len(submit.delivered) % BYTES_PER_ID:
         raise RequestError(
             f"delivered is {len(submit.delivered)} bytes of packed ids",
             field="delivered",
@@ -422,6 +419,6 @@ def _nonsense(request: OpenRequest, delta: Delta) -> str:
     """Say why a delta cannot be what comes next; "" when it can."""
     if delta.start != len(request.output):
         return f"the replica went on at token {delta.start}, not {len(request.output)}"
-    if len(delta.token_ids) % 4:
+    if len(delta.token_ids) % BYTES_PER_ID:
         return f"the replica sent {len(delta.token_ids)} bytes of packed ids"
     return ""

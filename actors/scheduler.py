@@ -17,10 +17,10 @@ import trio
 from callboard.actors.actor import Actor
 from callboard.actors.ledger import Request, TextOut
 from callboard.actors.mailbox import Reply
-from callboard.actors.policy import Advanced, SchedulingPolicy, tokens_of
+from callboard.actors.policy import Advanced, SchedulingPolicy
 from callboard.actors.ref import ActorRef
 from callboard.actors.system import Timer
-from callboard.messages.base import Message
+from callboard.messages.base import Message, id_array
 from callboard.messages.blocks import (
     BlocksGranted,
     CacheBlocks,
@@ -256,7 +256,7 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
             )
         if len(policy.ledger) >= self._max_queued:
             raise MailboxFull(f"{self._max_queued} requests are queued already")
-        prompt, delivered = tokens_of(message.prompt_token_ids), tokens_of(message.delivered)
+        prompt, delivered = id_array(message.prompt_token_ids), id_array(message.delivered)
         max_tokens = params.max_tokens or 0
         if policy.device is not None:  # else the device's arrival brings the check
             max_tokens = policy.check_fits(

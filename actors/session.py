@@ -9,7 +9,6 @@ they serve and hand what arrives to its `deliver`, an actor's mailbox for most. 
 room for waits here, within the credit given, and holds up neither pings nor credit nor answers.
 """
 
-import math
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -24,7 +23,7 @@ from callboard.actors.mailbox import Reply
 from callboard.actors.patience import Patience, Rarely
 from callboard.actors.ref import current_cell
 from callboard.actors.system import ActorSystem
-from callboard.actors.transport import ClientPort, Network, PeerKey, ServerPort
+from callboard.actors.transport import ClientPort, Inlet, Network, PeerKey, ServerPort
 from callboard.actors.zmq_socket import PeerGone
 from callboard.logs import get_logger
 from callboard.messages.base import Call, Message
@@ -95,8 +94,6 @@ WHO_ARE_YOU_PER_S = 10.0
 
 LOG_INTERVAL_S = 1.0
 """One line in so many seconds is logged about frames that are refused."""
-
-EVENTS_AT_ONCE = 64
 
 GOODBYE_S = 1.0
 """How long peers may take to read their last words."""
@@ -275,30 +272,18 @@ class _Speaker(ABC):
         self.frames_refused = 0
         self._closed = False
         self._deliver = deliver
-        self._events_in: trio.MemorySendChannel[tuple[Event, _Flow | None]]
-        self._events_out: trio.MemoryReceiveChannel[tuple[Event, _Flow | None]]
-        self._events_in, self._events_out = trio.open_memory_channel(math.inf)  # credit bounds it
+        self._events = Inlet[tuple[Event, _Flow | None]]()
 
     def _tell(self, event: Event, flow: _Flow | None = None) -> None:
         """Let the actor hear of something, in order; `flow` is what it takes credit from."""
-        self._events_in.send_nowait((event, flow))
+        self._events.put((event, flow))
 
     async def _deliver_all(self) -> None:
         while True:
-            for event, flow in await self._events():
+            for event, flow in await self._events.take():
                 await self._deliver(event)
                 if flow is not None:
                     self._count(event.peer, flow)
-
-    async def _events(self) -> list[tuple[Event, _Flow | None]]:
-        """Wait for an event, and return what is there: to wait for each costs a task switch."""
-        events = [await self._events_out.receive()]
-        while len(events) < EVENTS_AT_ONCE:
-            try:
-                events.append(self._events_out.receive_nowait())
-            except trio.WouldBlock:
-                break
-        return events
 
     @abstractmethod
     def _count(self, peer: PeerKey, flow: _Flow) -> None:

@@ -11,7 +11,7 @@ import trio
 
 from callboard.actors.actor import Actor
 from callboard.actors.ref import ActorRef
-from callboard.messages.base import pack_ids, unpack_ids
+from callboard.messages.base import TokenIds, pack_ids, unpack_ids
 from callboard.messages.errors import Failure, RequestError, SequenceOverflow
 from callboard.messages.requests import (
     Abort,
@@ -105,21 +105,21 @@ class Tokenizer(Actor[TokenizerInbox]):
             )
         )
 
-    async def _encode(self, submit: Submit) -> bytes:
+    async def _encode(self, submit: Submit) -> TokenIds:
         match submit.prompt:
             case TokenPrompt(token_ids=packed):
-                ids = self._check_packed("prompt", packed)
+                self._check_packed("prompt", packed)
             case TextPrompt(text=text):
-                ids = await self._encode_text(submit, "prompt", len(text), lambda codec: text)
+                packed = await self._encode_text(submit, "prompt", len(text), lambda codec: text)
             case ChatPrompt(messages=messages):
                 turns = [{"role": turn.role, "content": turn.content} for turn in messages]
                 size = sum(len(turn.content) for turn in messages)
-                ids = await self._encode_text(
+                packed = await self._encode_text(
                     submit, "messages", size, lambda codec: codec.render_chat(turns)
                 )
-        if not ids:
+        if not packed:
             raise RequestError("the prompt is empty", field="prompt", allowed="at least 1 token")
-        return pack_ids(ids)
+        return packed
 
     async def _encode_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Put the bad words behind the bad token ids, each as all that it is tokenised to."""
@@ -139,7 +139,7 @@ class Tokenizer(Actor[TokenizerInbox]):
             if self._codec is None and texts:
                 raise RequestError(f"{field} needs a tokenizer", field=field, allowed="none")
 
-    def _check_packed(self, field: str, packed: bytes) -> list[int]:
+    def _check_packed(self, field: str, packed: TokenIds) -> None:
         try:
             ids = unpack_ids(packed)
         except ValueError as error:
@@ -149,11 +149,10 @@ class Tokenizer(Actor[TokenizerInbox]):
                 allowed="4 bytes an id",
             ) from error
         check_ids(field, ids, self._vocab_size)
-        return ids
 
     async def _encode_text(
         self, submit: Submit, field: str, size: int, text_of: Callable[[TextCodec], str]
-    ) -> list[int]:
+    ) -> TokenIds:
         most = self._max_prompt_chars
         if most is not None and size > most:
             raise SequenceOverflow(
@@ -163,7 +162,8 @@ class Tokenizer(Actor[TokenizerInbox]):
                 field=field,
                 allowed=f"at most {most} characters",
             )
-        return await self._use_codec(field, size, lambda codec: codec.encode(text_of(codec)))
+        ids = await self._use_codec(field, size, lambda codec: codec.encode(text_of(codec)))
+        return pack_ids(ids)
 
     async def _use_codec(self, field: str, size: int, work: Callable[[TextCodec], T]) -> T:
         codec = self._codec

@@ -482,8 +482,8 @@ class MemoryNetwork:
         return next(self._keys).to_bytes(5, "big")
 
 
-class _Inlet(Generic[T]):
-    """An unbounded queue of frames for one reader: the session's credit is what bounds it."""
+class Inlet(Generic[T]):
+    """An unbounded queue for one reader: the session's credit is what bounds it."""
 
     def __init__(self) -> None:
         self._writer: trio.MemorySendChannel[T]
@@ -491,9 +491,11 @@ class _Inlet(Generic[T]):
         self._writer, self._reader = trio.open_memory_channel(math.inf)
 
     def put(self, item: T) -> None:
+        """Add an item; whoever reads is woken."""
         self._writer.send_nowait(item)
 
     async def take(self) -> list[T]:
+        """Wait for an item, and return what is there: to wait for each costs a task switch."""
         items = [await self._reader.receive()]
         try:
             while len(items) < FRAMES_PER_RECEIVE:
@@ -503,6 +505,7 @@ class _Inlet(Generic[T]):
         return items
 
     def close(self) -> None:
+        """End it: who reads gets a ClosedResourceError."""
         self._reader.close()
         self._writer.close()
 
@@ -510,8 +513,8 @@ class _Inlet(Generic[T]):
 class _MemoryServerPort(TrustingServerPort):
     def __init__(self, endpoint: str, *, on_close: Callable[[], object]) -> None:
         self.endpoint = endpoint
-        self.inlet = _Inlet[tuple[PeerKey, bytes]]()
-        self.clients: dict[PeerKey, _Inlet[bytes]] = {}
+        self.inlet = Inlet[tuple[PeerKey, bytes]]()
+        self.clients: dict[PeerKey, Inlet[bytes]] = {}
         self.been_cut: set[PeerKey] = set()
         self._on_close = on_close
         self._closed = False
@@ -541,7 +544,7 @@ class _MemoryClientPort(TrustedClientPort):
         self._network = network
         self._endpoint = endpoint
         self._key = network.new_key()
-        self._inlet = _Inlet[bytes]()
+        self._inlet = Inlet[bytes]()
         self._closed = False
 
     async def receive(self) -> list[bytes]:

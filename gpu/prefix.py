@@ -10,13 +10,12 @@ from hashlib import blake2b
 
 import msgspec
 
-from callboard.messages.base import pack_ids
+from callboard.messages.base import BYTES_PER_ID, pack_ids
 
 BlockHash = bytes
 """16 bytes that stand for all tokens up to the end of a block; nobody can find two that collide."""
 
 HASH_BYTES = 16
-_BYTES_PER_ID = 4
 
 
 def block_hashes(
@@ -41,7 +40,7 @@ def extend_hashes(parent: BlockHash, tokens: Sequence[int], block_tokens: int) -
     if block_tokens < 1:
         raise ValueError(f"block_tokens is {block_tokens}, and must be at least 1")
     packed = pack_ids(tokens)
-    num_bytes = block_tokens * _BYTES_PER_ID
+    num_bytes = block_tokens * BYTES_PER_ID
     hashes = []
     for end in range(num_bytes, len(packed) + 1, num_bytes):
         parent = blake2b(parent + packed[end - num_bytes : end], digest_size=HASH_BYTES).digest()

@@ -11,6 +11,8 @@ ReplyT = TypeVar("ReplyT")
 TokenIds = bytes
 """Token ids on the wire: little-endian int32, four bytes an id (a list costs ten times as much)."""
 
+BYTES_PER_ID = 4
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """Base of everything an actor can be told.
@@ -32,11 +34,19 @@ def pack_ids(ids: Iterable[int]) -> TokenIds:
     return array("i", ids).tobytes()
 
 
-def unpack_ids(packed: TokenIds) -> list[int]:
-    """Unpack token ids; raises ValueError when the length is not a multiple of four."""
+def id_array(packed: TokenIds = b"") -> "array[int]":
+    """Unpack token ids into the compact form that grows, in which requests keep theirs.
+
+    Raises ValueError when the length is not a multiple of four.
+    """
     ids = array("i")
     ids.frombytes(packed)
-    return ids.tolist()
+    return ids
+
+
+def unpack_ids(packed: TokenIds) -> list[int]:
+    """Unpack token ids; raises ValueError when the length is not a multiple of four."""
+    return id_array(packed).tolist()
 
 
 def pack_floats(values: Iterable[float]) -> bytes:

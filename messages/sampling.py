@@ -5,7 +5,7 @@ what it is given.
 """
 
 import enum
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 import msgspec
 
@@ -100,15 +100,16 @@ def check(params: SamplingParams, *, vocab_size: int) -> None:
     _check_logprobs_mode(params.logprobs_mode)
 
 
-def check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
+def check_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
     """Raise RequestError when an id is outside the vocabulary."""
-    for token_id in ids:
-        if not 0 <= token_id < vocab_size:
-            raise RequestError(
-                f"{field} has the id {token_id}, and the vocabulary ends at {vocab_size - 1}",
-                field=field,
-                allowed=f"0 to {vocab_size - 1}",
-            )
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+        return
+    wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+    raise RequestError(
+        f"{field} has the id {wrong}, and the vocabulary ends at {vocab_size - 1}",
+        field=field,
+        allowed=f"0 to {vocab_size - 1}",
+    )
 
 
 def _check_number(

@@ -225,7 +225,7 @@ def test_ids_outside_the_vocabulary_are_refused_by_field(ids: list[int]) -> None
 
 def test_ids_of_the_vocabulary_are_allowed_however_they_come() -> None:
     check_ids("prompt", range(VOCAB), VOCAB)
-    check_ids("prompt", iter([]), VOCAB)
+    check_ids("prompt", [], VOCAB)
 
 
 @pytest.mark.parametrize(
