@@ -123,14 +123,19 @@ class Coordinator(Actor[CoordinatorInbox]):
         control_endpoint: Callable[[], str],
         model: str,
         bound: Callable[[str], None],
+        admit: Callable[[Hello], None] | None = None,
     ) -> None:
-        """`bound` is told the endpoint with its real port, for the next life and for replicas."""
+        """`bound` is told the endpoint with its real port, for the next life and for replicas.
+
+        `admit` raises why somebody may not be here; without it all are what they say they are.
+        """
         self._system = system
         self._network = network
         self._endpoint = endpoint
         self._metrics = metrics
         self._control_endpoint = control_endpoint
         self._bound = bound
+        self._admit = admit
         self._model = model
         self._routing = Routing(placement)
         self._listener: Listener | None = None
@@ -227,6 +232,7 @@ class Coordinator(Actor[CoordinatorInbox]):
                     outboxes={Role.CLIENT: ToClient, Role.REPLICA: ToReplica},
                     welcome=self._welcome,
                     deliver=self._deliver,
+                    admit=self._admit,
                     unique=(Role.REPLICA,),
                 )
             except EndpointError:

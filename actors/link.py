@@ -47,12 +47,14 @@ class Link(Actor[LinkInbox]):
         *,
         replica: str,
         tokenizer: ActorRef[Submit | Abort | ForgetAll],
+        ticket: str = "",
     ) -> None:
         self._system = system
         self._network = network
         self._endpoint = endpoint
         self._replica = replica
         self._tokenizer = tokenizer
+        self._ticket = ticket
         self._connection: Connection | None = None
 
     async def on_start(self) -> None:
@@ -66,6 +68,7 @@ class Link(Actor[LinkInbox]):
             inbox=ToReplica,
             outbox=FromReplica,
             deliver=self._deliver,
+            ticket=self._ticket,
         )
         self.spawn(self._connection.run)
         await self._wait_welcome(self._connection)

@@ -346,15 +346,17 @@ class Listener(_Speaker):
         outboxes: Mapping[Role, Any],
         welcome: Callable[[str], Welcome],
         deliver: Deliver,
+        admit: Callable[[Hello], None] | None = None,
         unique: Container[Role] = (),
         max_frame_bytes: int = MAX_FRAME_BYTES,
         max_peers: int = MAX_PEERS,
     ) -> None:
         """`inboxes` and `outboxes` say, by role, what a peer may say and what it may be told.
 
-        `welcome` makes the Welcome for a session id; `max_peers` holds for each role. Of a role in
-        `unique` no two peers have a name at once: the second is refused for as long as the first is
-        there.
+        `welcome` makes the Welcome for a session id; `max_peers` holds for each role. `admit`
+        raises why somebody is not welcome, or not any more: it is asked again every second. Of a
+        role in `unique` no two peers have a name at once: the second is refused for as long as the
+        first is there.
         """
         super().__init__(system, name, max_frame_bytes, deliver)
         self._port: ServerPort = network.listen(endpoint, max_frame_bytes=max_frame_bytes)
@@ -363,6 +365,7 @@ class Listener(_Speaker):
         kinds = {kind for union in inboxes.values() for kind in members(union)}
         self._union = _union([*members(SESSION), *sorted(kinds, key=str)])
         self._welcome = welcome
+        self._admit = admit or _admit_all
         self._unique = unique
         self._peers: dict[PeerKey, _Peer] = {}
         self._max_peers = max_peers
@@ -584,6 +587,7 @@ class Listener(_Speaker):
         mismatch = _mismatch(hello, self._schemas.get(hello.role), self._name)
         if mismatch is not None:
             raise mismatch
+        self._admit(hello)
         if known is None and self._num_peers(hello.role) >= self._max_peers:
             raise TooManyPeers(
                 f"{self._name} has {self._max_peers} peers that are {hello.role}, and takes no more"
@@ -646,6 +650,7 @@ class Listener(_Speaker):
     def _watch(self, peer: _Peer, silence: float) -> None:
         try:
             self._port.check_role(peer.key, peer.hello.role)
+            self._admit(peer.hello)
         except AccessDenied as error:
             self._reply(peer.key, Unwelcome(failure=Failure.of(error)))
             self.drop(peer.key, str(error))
@@ -675,6 +680,7 @@ class Connection(_Speaker):
         inbox: Any,
         outbox: Any,
         deliver: Deliver,
+        ticket: str = "",
         max_frame_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
         """`inbox` is what the server may say, `outbox` what it may be told."""
@@ -684,6 +690,7 @@ class Connection(_Speaker):
         self._role = role
         self._incarnation = time.time_ns()
         self._instance = secrets.token_hex(16)
+        self._ticket = ticket
         self._schema = schema_hash(outbox, inbox)
         self._union = _union([*members(SESSION), *members(inbox)])
         self._port: ClientPort = network.connect(endpoint, max_frame_bytes=max_frame_bytes)
@@ -865,6 +872,7 @@ class Connection(_Speaker):
             incarnation=self._incarnation,
             schema=self._schema,
             instance=self._instance,
+            ticket=self._ticket,
         )
         return self._frame(hello)[1]
 
@@ -916,6 +924,10 @@ class Connection(_Speaker):
                 self._say(credit)
             elif silence > PING_INTERVAL_S:
                 self._say(Ping())
+
+
+def _admit_all(hello: Hello) -> None:
+    """Welcome everybody."""
 
 
 def _said(peer: PeerKey, message: Message, envelope: Envelope) -> Said:

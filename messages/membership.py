@@ -24,7 +24,8 @@ class Hello(Message, frozen=True):
     """Connecting side → listening side, first frame: my version, role, name and message types.
 
     `instance` is a secret of the connecting side that it keeps as long as it lives, so that it can
-    be told from others of its name, and go on with what it had open when it lost its session.
+    be told from others of its name, and go on with what it had open when it lost its session. A
+    replica has its `ticket` from whoever started it or took it in.
     """
 
     version: int
@@ -33,6 +34,7 @@ class Hello(Message, frozen=True):
     incarnation: int
     schema: str
     instance: str = ""
+    ticket: str = ""
 
 
 class Welcome(Message, frozen=True):

@@ -37,6 +37,7 @@ from callboard.actors.placement import LeastLoaded, Placement, PrefixAware, Roun
 from callboard.actors.ref import LocalRef
 from callboard.actors.scheduler import Scheduler
 from callboard.actors.system import ActorSystem
+from callboard.actors.tickets import Tickets
 from callboard.actors.tokenizer import TextCodec, Tokenizer
 from callboard.actors.transport import Network
 from callboard.messages.errors import CallboardError, DeviceLost, StepStuck
@@ -70,6 +71,7 @@ def replica(
     settings: Settings,
     *,
     coordinator: str,
+    ticket: str = "",
     own_process: bool = False,
 ) -> Supervisor:
     """Return the supervisor of one replica; everything in it runs in this process.
@@ -131,7 +133,12 @@ def replica(
             spec(
                 "link",
                 lambda: Link(
-                    system, network, coordinator, replica=name, tokenizer=ref("tokenizer")
+                    system,
+                    network,
+                    coordinator,
+                    replica=name,
+                    tokenizer=ref("tokenizer"),
+                    ticket=ticket,
                 ),
             ),
         ],
@@ -163,10 +170,12 @@ def root(
     address: Address,
     control_endpoint: str,
     escalates: tuple[type[CallboardError], ...] = (),
+    tickets: Tickets | None = None,
 ) -> Root:
     """Return the root of a tree whose replicas `start_replica` makes by name.
 
-    `escalates` names the failures of a replica that another start of it cannot mend.
+    `escalates` names the failures of a replica that another start of it cannot mend. With `tickets`
+    only replicas that have one may register.
     """
     coordinator: LocalRef[Any] = LocalRef(system.cell("coordinator"))
 
@@ -180,6 +189,7 @@ def root(
             control_endpoint=lambda: top.control_endpoint,
             model=settings.model,
             bound=address.set,
+            admit=None if tickets is None else tickets.check,
         )
 
     def replicas() -> Actor[Any]:
@@ -224,6 +234,7 @@ def replica_process(
     *,
     address: Address,
     run_folder: Path,
+    tickets: Tickets,
     keys: ClientKeys | None = None,
 ) -> Actor[Any]:
     """Return the actor that stands for a replica in a process of its own."""
@@ -233,6 +244,7 @@ def replica_process(
         settings,
         coordinator=address.endpoint,
         run_folder=run_folder,
+        tickets=tickets,
         keys=keys,
     )
 

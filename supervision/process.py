@@ -9,46 +9,23 @@ import contextlib
 import subprocess
 import sys
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import trio
 
-from callboard.actors.actor import Actor
 from callboard.actors.curve import ClientKeys
-from callboard.actors.mailbox import Reply
 from callboard.actors.session import Joined, Left, Listener, Said
 from callboard.actors.system import ActorSystem
-from callboard.actors.transport import Network, PeerKey
-from callboard.messages.base import Call, Message
-from callboard.messages.control import (
-    GetNode,
-    Pause,
-    Resume,
-    Step,
-    Stop,
-    Suspend,
-    Unpause,
-    UpdateWeights,
-    Verb,
-    Weights,
-)
-from callboard.messages.errors import (
-    CallboardError,
-    DeadlineExceeded,
-    Failure,
-    StartFailed,
-    SupervisionError,
-)
+from callboard.actors.tickets import Tickets
+from callboard.actors.transport import Network
+from callboard.messages.control import Suspend, Weights
+from callboard.messages.errors import Failure, StartFailed, SupervisionError
 from callboard.messages.membership import ReplicaFailed, ReplicaUp, Role, Welcome
+from callboard.supervision.remote import Remote, ToRemote
 from callboard.supervision.settings import Settings
-from callboard.supervision.supervisor import answer_by
 from callboard.supervision.watchdog import STUCK_LOOP, Silence, turn_of
 
-R = TypeVar("R")
-
 FromReplicaProcess = ReplicaUp | ReplicaFailed
-ToReplicaProcess = Verb | GetNode
 
 END_TIMEOUT_S = 10.0
 KILL_TIMEOUT_S = 5.0
@@ -69,12 +46,11 @@ class ReplicaOrder(msgspec.Struct, frozen=True, kw_only=True):
     suspended: Suspend | None = None
     keys: ClientKeys | None = None
     weights: Weights | None = None
+    ticket: str = ""
 
 
-class ReplicaProcess(Actor[Said | Joined | Left]):
+class ReplicaProcess(Remote):
     """The root's side: starts the process, passes verbs on, fails when the process ends."""
-
-    tells_of_children = True
 
     def __init__(
         self,
@@ -84,18 +60,19 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
         *,
         coordinator: str,
         run_folder: Path,
+        tickets: Tickets | None = None,
         keys: ClientKeys | None = None,
     ) -> None:
+        super().__init__()
         self._system = system
         self._network = network
         self._settings = settings
         self._coordinator = coordinator
         self._run_folder = run_folder
+        self._tickets = tickets or Tickets()
+        self._ticket = self._tickets.issue()
         self._keys = keys
-        self._listener: Listener | None = None
         self._process: trio.Process | None = None
-        self._peer: PeerKey = b""
-        self._connected = trio.Event()
         self._up = trio.Event()
         self._ending = False
         self._failure: Failure | None = None
@@ -109,7 +86,7 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
             f"ipc://{self._run_folder / (self.name + '.control')}",
             name=self.name,
             inboxes={Role.REPLICA: FromReplicaProcess},
-            outboxes={Role.REPLICA: ToReplicaProcess},
+            outboxes={Role.REPLICA: ToRemote},
             welcome=self._welcome,
             deliver=self._deliver,
         )
@@ -132,6 +109,7 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
     async def on_stop(self) -> None:
         """See to it that the process is gone."""
         self._ending = True
+        self._tickets.revoke(self._ticket)
         if self._process is not None:
             self._close_input(self._process)
             await self._kill(self._process)
@@ -143,21 +121,6 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
         """The process's id; 0 before there is one."""
         return 0 if self._process is None else self._process.pid
 
-    async def receive(self, message: Said | Joined | Left) -> None:
-        """Nothing is left to do: `_deliver` has taken note already."""
-
-    async def obey(self, verb: Message) -> object:
-        """Pass verbs and questions on to the process."""
-        match verb:
-            case Pause() | Unpause() | Suspend() | Resume() | Stop() | Step() | UpdateWeights():
-                await self.spawn_in_order(self._pass_on, verb, self.defer(), answer_by(self.cell))
-                return None
-            case GetNode():
-                self.spawn(self._ask_node, self.defer(), answer_by(self.cell))
-                return None
-            case _:
-                return await super().obey(verb)
-
     async def _launch(self, control: str) -> None:
         order = ReplicaOrder(
             name=self.name,
@@ -168,6 +131,7 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
             suspended=self.cell.suspended,
             keys=self._keys,
             weights=self.cell.weights,
+            ticket=self._ticket,
         )
         command = [sys.executable, "-m", "callboard.supervision.replica"]
         # A session of its own, so that an interrupt at the terminal reaches the root alone.
@@ -226,10 +190,9 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
         """Take note at once: while the actor starts, nobody reads its mail."""
         match event:
             case Joined(peer=peer):
-                self._peer = peer
-                self._connected.set()
-            case Left(peer=peer) if peer == self._peer:  # of an earlier line it may come late
-                self._connected = trio.Event()
+                self.connected(peer)
+            case Left(peer=peer):
+                self.disconnected(peer)
             case Said(message=ReplicaUp()):
                 self._up.set()
             case Said(message=ReplicaFailed(failure=failure)):
@@ -237,40 +200,6 @@ class ReplicaProcess(Actor[Said | Joined | Left]):
                 self._last_words.set()
             case _:
                 pass
-
-    async def _pass_on(self, verb: Verb, reply: Reply, deadline: float) -> None:
-        try:
-            answer = await self._ask_process(verb, deadline)
-        except CallboardError as error:
-            reply.fail(error)
-            return
-        if answer.done:
-            self.cell.state = answer.state
-        reply.send(answer)
-
-    async def _ask_node(self, reply: Reply, deadline: float) -> None:
-        own = msgspec.structs.replace(self.cell.status(), pid=self.process_id)
-        try:
-            inner = await self._ask_process(GetNode(), deadline)
-        except CallboardError as error:
-            late = self._up.is_set() and isinstance(error, DeadlineExceeded)
-            reply.send(msgspec.structs.replace(own, late=late))
-        else:
-            reply.send(
-                msgspec.structs.replace(
-                    own, children=inner.children, restarts_left=inner.restarts_left
-                )
-            )
-
-    async def _ask_process(self, call: Call[R], deadline: float) -> R:
-        """Ask the process, once it is connected. Raises DeadlineExceeded, or what it answers."""
-        assert self._listener is not None
-        with trio.move_on_at(deadline):
-            while not self._connected.is_set():  # a wait for nothing would cost the order of verbs
-                await self._connected.wait()
-            left = deadline - trio.current_time()
-            return await self._listener.ask(self._peer, call, timeout=left)
-        raise DeadlineExceeded(f"{self.name} did not answer in time")
 
     def _welcome(self, session: str) -> Welcome:
         assert self._listener is not None

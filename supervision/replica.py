@@ -28,7 +28,8 @@ from callboard.messages.membership import ReplicaFailed, ReplicaUp, Role
 from callboard.supervision.app import SUPERVISOR_SHUTDOWN_S, journal_of, replica
 from callboard.supervision.logging import configure_logging
 from callboard.supervision.model import replica_parts
-from callboard.supervision.process import FromReplicaProcess, ReplicaOrder, ToReplicaProcess
+from callboard.supervision.process import FromReplicaProcess, ReplicaOrder
+from callboard.supervision.remote import ToRemote
 from callboard.supervision.run_folder import remove_if_left_over
 from callboard.supervision.supervisor import VERB_TIMEOUT_S
 from callboard.supervision.watchdog import watched_loop
@@ -87,7 +88,7 @@ class _Replica:
             order.control,
             role=Role.REPLICA,
             name=order.name,
-            inbox=ToReplicaProcess,
+            inbox=ToRemote,
             outbox=FromReplicaProcess,
             deliver=self._deliver,
         )
@@ -123,6 +124,7 @@ class _Replica:
             parts,
             order.settings,
             coordinator=order.coordinator,
+            ticket=order.ticket,
             own_process=True,
         )
 

@@ -12,6 +12,7 @@ from callboard.actors.actor import ActorExited, Cell
 from callboard.actors.curve import AllowedKey, ClientKeys, KeyPair, ServerKeys
 from callboard.actors.ref import LocalRef
 from callboard.actors.system import ActorSystem, open_system
+from callboard.actors.tickets import Tickets
 from callboard.actors.transport import Network, open_zmq_network
 from callboard.logs import get_logger
 from callboard.messages.control import Stop
@@ -71,6 +72,7 @@ class _Server:
         self._cell: Cell = system.cell("root")
         self._coordinator: LocalRef[Stop] = LocalRef(system.cell("coordinator"))
         self._ending = False
+        tickets = Tickets()
         self._root: Root = root(
             system,
             network,
@@ -81,10 +83,12 @@ class _Server:
                 settings,
                 address=self._address,
                 run_folder=folder,
+                tickets=tickets,
                 keys=replica_keys,
             ),
             address=self._address,
             control_endpoint=_control_endpoint(settings.listen),
+            tickets=tickets,
         )
 
     async def run(self) -> CallboardError | None:

@@ -40,7 +40,8 @@ from callboard.messages.base import Call, Message
 from callboard.messages.codec import members, reply_type
 from callboard.messages.control import GetNode, Verb
 from callboard.messages.membership import PROTOCOL_VERSION, Role
-from callboard.supervision.process import FromReplicaProcess, ReplicaProcess, ToReplicaProcess
+from callboard.supervision.process import FromReplicaProcess, ReplicaProcess
+from callboard.supervision.remote import ToRemote
 from callboard.supervision.root import FromOperator, Root, ToOperator
 from callboard.supervision.supervisor import Supervisor
 
@@ -63,7 +64,7 @@ SOCKETS = (
     ("Requests", Coordinator, Role.CLIENT, FromClient, ToClient),
     ("Requests", Coordinator, Role.REPLICA, FromReplica, ToReplica),
     ("Verbs", Root, Role.OPERATOR, FromOperator, ToOperator),
-    ("A replica process", ReplicaProcess, Role.REPLICA, FromReplicaProcess, ToReplicaProcess),
+    ("A replica process", ReplicaProcess, Role.REPLICA, FromReplicaProcess, ToRemote),
 )
 
 CONTROL_LANE = Verb | GetNode | StopActor

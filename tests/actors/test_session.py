@@ -43,6 +43,7 @@ from callboard.messages.codec import (
 )
 from callboard.messages.envelope import Envelope
 from callboard.messages.errors import (
+    AccessDenied,
     ActorStopped,
     CallboardError,
     DeadlineExceeded,
@@ -302,6 +303,31 @@ async def test_other_message_types_are_unwelcome_and_both_are_named(
     with pytest.raises(ProtocolMismatch, match=f"client: {here} here, {there} there"):
         await connection.wait_welcome()
     assert not connection.present
+
+
+async def test_whoever_is_not_admitted_is_told_why_and_whoever_is_not_any_more_has_to_leave(
+    autojump_clock: MockClock, world: World
+) -> None:
+    admitted = {"good"}
+
+    def admit(hello: Hello) -> None:
+        if hello.ticket not in admitted:
+            raise AccessDenied(f"{hello.name} has no ticket")
+
+    world.listener(here := Mail(), admit=admit)
+    with pytest.raises(AccessDenied, match="client has no ticket"):
+        await world.connection(Mail(), ticket="bad").wait_welcome()
+    connection = world.connection(there := Mail(), ticket="good")
+    await connection.wait_welcome()
+    await here.joined()
+
+    admitted.clear()
+
+    assert await there.left() == "client has no ticket"
+    assert await here.left() == "client has no ticket"
+    with pytest.raises(AccessDenied):
+        await connection.wait_welcome()
+    assert here.count(Joined) == 1
 
 
 async def test_a_role_nobody_expects_is_unwelcome(autojump_clock: MockClock, world: World) -> None:

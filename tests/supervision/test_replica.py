@@ -8,7 +8,8 @@ from callboard.actors.session import Joined, Left, Listener, Said
 from callboard.actors.system import open_system
 from callboard.actors.transport import MemoryNetwork, PeerKey
 from callboard.messages.membership import ReplicaUp, Role, Welcome
-from callboard.supervision.process import FromReplicaProcess, ReplicaOrder, ToReplicaProcess
+from callboard.supervision.process import FromReplicaProcess, ReplicaOrder
+from callboard.supervision.remote import ToRemote
 from callboard.supervision.replica import _Replica
 from callboard.supervision.settings import Settings
 
@@ -40,7 +41,7 @@ async def test_it_says_again_that_it_is_up_when_its_line_was_lost(
             "memory://control",
             name="root",
             inboxes={Role.REPLICA: FromReplicaProcess},
-            outboxes={Role.REPLICA: ToReplicaProcess},
+            outboxes={Role.REPLICA: ToRemote},
             welcome=welcome,
             deliver=deliver,
         )

@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 import trio
 
+from callboard.actors.link import FromReplica, ToReplica
+from callboard.actors.session import Connection
+from callboard.actors.system import open_system
+from callboard.actors.transport import open_zmq_network
 from callboard.messages.base import unpack_ids
 from callboard.messages.control import ReplicaStatus, State
 from callboard.messages.errors import (
@@ -382,6 +386,37 @@ async def test_a_replica_that_is_stopped_for_good_is_replaced(
         assert (await replica(engine)).restarts == 1
         assert not is_alive(pid)
     assert answer.token_ids == list(range(1, 201))
+
+
+async def test_who_is_no_replica_of_the_server_does_not_register_as_one(folder: Path) -> None:
+    async with (
+        ready(folder) as (server, engine),
+        open_zmq_network() as network,
+        open_system() as system,
+        trio.open_nursery() as nursery,
+    ):
+        stranger = Connection(
+            system,
+            network,
+            server.settings.listen,
+            role=Role.REPLICA,
+            name="replica-1",
+            inbox=ToReplica,
+            outbox=FromReplica,
+            deliver=nobody,
+        )
+        nursery.start_soon(stranger.run)
+        with pytest.raises(AccessDenied, match="replica-1 is no replica of this server"):
+            await stranger.wait_welcome()
+        nursery.cancel_scope.cancel("it was refused")
+
+        [answer] = await engine.generate([[5]], max_tokens=3)
+        assert answer.token_ids == [6, 7, 8]
+        assert len((await engine.status()).replicas) == 1
+
+
+async def nobody(event: object) -> None:
+    pytest.fail(f"a stranger was told {event}")
 
 
 async def test_a_server_that_is_cancelled_leaves_no_process_and_no_file(folder: Path) -> None:

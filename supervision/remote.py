@@ -1,0 +1,108 @@
+"""What stands in a tree for a part of it that lives in another process.
+
+Verbs and questions go there over a listener that the other end is connected to, and come back as
+acknowledgements. Who says what else over that line is the affair of those who derive from this.
+"""
+
+from typing import TypeVar
+
+import msgspec
+import trio
+
+from callboard.actors.actor import Actor
+from callboard.actors.mailbox import Reply
+from callboard.actors.session import SERVER, Joined, Left, Listener, Said
+from callboard.actors.transport import PeerKey
+from callboard.messages.base import Call, Message
+from callboard.messages.control import (
+    GetNode,
+    Pause,
+    Resume,
+    Step,
+    Stop,
+    Suspend,
+    Unpause,
+    UpdateWeights,
+    Verb,
+)
+from callboard.messages.errors import CallboardError, DeadlineExceeded
+from callboard.supervision.supervisor import answer_by
+
+R = TypeVar("R")
+
+ToRemote = Verb | GetNode
+
+
+class Remote(Actor[Said | Joined | Left]):
+    """See the module. A verb waits for the other end to be connected, as long as it has time."""
+
+    tells_of_children = True
+
+    def __init__(self) -> None:
+        self._listener: Listener | None = None
+        self._peer: PeerKey = SERVER
+        self._connected = trio.Event()
+
+    @property
+    def process_id(self) -> int:
+        """The id of the other process; 0 where it is not known."""
+        return 0
+
+    async def receive(self, message: Said | Joined | Left) -> None:
+        """Nothing is left to do: what the line brings is noted as it comes."""
+
+    async def obey(self, verb: Message) -> object:
+        """Pass verbs and questions on to the process."""
+        match verb:
+            case Pause() | Unpause() | Suspend() | Resume() | Stop() | Step() | UpdateWeights():
+                await self.spawn_in_order(self._pass_on, verb, self.defer(), answer_by(self.cell))
+                return None
+            case GetNode():
+                self.spawn(self._ask_node, self.defer(), answer_by(self.cell))
+                return None
+            case _:
+                return await super().obey(verb)
+
+    def connected(self, peer: PeerKey) -> None:
+        """The other end has begun a session."""
+        self._peer = peer
+        self._connected.set()
+
+    def disconnected(self, peer: PeerKey) -> None:
+        """A session has ended; of one that is not the present one this may come late."""
+        if peer == self._peer and self._connected.is_set():
+            self._connected = trio.Event()
+
+    async def ask_process(self, call: Call[R], deadline: float) -> R:
+        """Ask the process, once it is connected. Raises DeadlineExceeded, or what it answers."""
+        assert self._listener is not None
+        with trio.move_on_at(deadline):
+            while not self._connected.is_set():  # a wait for nothing would cost the order of verbs
+                await self._connected.wait()
+            left = deadline - trio.current_time()
+            return await self._listener.ask(self._peer, call, timeout=left)
+        raise DeadlineExceeded(f"{self.name} did not answer in time")
+
+    async def _pass_on(self, verb: Verb, reply: Reply, deadline: float) -> None:
+        try:
+            answer = await self.ask_process(verb, deadline)
+        except CallboardError as error:
+            reply.fail(error)
+            return
+        if answer.done:
+            self.cell.state = answer.state
+        reply.send(answer)
+
+    async def _ask_node(self, reply: Reply, deadline: float) -> None:
+        own = msgspec.structs.replace(self.cell.status(), pid=self.process_id)
+        try:
+            inner = await self.ask_process(GetNode(), deadline)
+        except CallboardError as error:
+            late = isinstance(error, DeadlineExceeded)
+            reply.send(msgspec.structs.replace(own, late=late))
+        else:
+            reply.send(
+                msgspec.structs.replace(
+                    own, children=inner.children, restarts_left=inner.restarts_left
+                )
+            )
