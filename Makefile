@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check format env model bench fuzz soak simulate mutants gpu-check clean
+.PHONY: demo test check format env model bench fuzz soak verbs simulate mutants gpu-check clean
 
 SEEDS ?= 1000
 START ?= 0
@@ -47,6 +47,10 @@ fuzz: env
 # Kills replicas at random for some minutes, and counts what is lost.
 soak: env
 	$(BIN)/python docs/benchmarks/soak.py
+
+# Every verb in every state, and PAUSE under load; see docs/benchmarks/README.md.
+verbs: model
+	$(BIN)/python docs/benchmarks/verbs.py
 
 # The whole tree under many schedules and faults; see docs/how-to/simulate.md.
 simulate: env
