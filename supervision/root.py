@@ -124,10 +124,18 @@ class Root(Supervisor):
         self.spawn(self._listener.run)
         self.spawn(self._start_tree)
 
-    async def on_stopping(self) -> None:
-        """Give up a start that is under way, and stop the children."""
+    async def end_children(self) -> None:
+        """Stop the children, for who is about to stop the root: operators are answered meanwhile.
+
+        That takes a second for each process, and verbs may be repeated.
+        """
         self._start_scope.cancel("the tree is stopping")
-        await super().on_stopping()
+        self._repairs.cancel("the tree is stopping")
+        await self._stop_all()
+
+    async def on_stopping(self) -> None:
+        """Give up a start that is under way, stop the children, and tell operators goodbye."""
+        await self.end_children()
         if self._listener is not None:
             await self._listener.say_goodbye()
 
@@ -245,6 +253,8 @@ class Root(Supervisor):
                 raise AssertionError(f"the listener let {other} through")
 
     async def _abort(self, abort: AbortRequests, timeout: float) -> AbortReply | CallboardError:
+        if self._lifecycle.state is State.STOPPED:
+            return AbortReply(aborted=0)  # the coordinator may be gone, and has ended all
         try:
             return await self._coordinator.ask(abort, timeout=timeout)
         except CallboardError as error:

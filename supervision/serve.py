@@ -123,6 +123,7 @@ class _Server:
 
     async def _end(self) -> None:
         self._ending = True
+        await self._root.end_children()
         await self._cell.stop(SUPERVISOR_SHUTDOWN_S)
 
     async def _heed_signals(self, nursery: trio.Nursery) -> None:

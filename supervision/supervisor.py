@@ -119,7 +119,8 @@ class Child:
     def can_tell_of_children(self) -> bool:
         """Whether the child has a tree of its own, and reads its mail."""
         has_children = getattr(self.cell.actor, "tells_of_children", False)
-        return has_children and self.cell.state is not State.STARTING
+        reads = self.cell.state is not State.STARTING and not self.expected_to_end
+        return has_children and reads
 
 
 class Supervisor(Actor[ActorExited]):

@@ -277,6 +277,7 @@ class World:
 
             async def end_when_stopped() -> None:
                 await top.stopped_by_verb.wait()
+                await top.end_children()
                 await cell.stop(SUPERVISOR_SHUTDOWN_S)
 
             async def announce() -> None:

@@ -62,6 +62,7 @@ class Script:
         self.start_s = 0.0
         self.start_error: Exception | None = None
         self.verb_s = 0.0
+        self.stop_s = 0.0
         self.deaf = False
         self.cannot: Verb | None = None
         self.frees = 0
@@ -84,6 +85,9 @@ class Part(Actor[AbortRequests]):
 
     async def receive(self, message: AbortRequests) -> object:
         return self._script.abort
+
+    async def on_stopping(self) -> None:
+        await trio.sleep(self._script.stop_s)
 
     async def obey(self, verb: Any) -> object:
         if not isinstance(verb, Verb):
@@ -560,6 +564,27 @@ async def test_who_runs_the_root_hears_of_a_stop_when_it_has_been_answered(
     await ask(operator, Stop())
 
     assert theatre.root.stopped_by_verb.is_set()
+
+
+async def test_operators_are_answered_while_the_children_of_a_stopped_tree_end(
+    autojump_clock: MockClock, theatre: Theatre
+) -> None:
+    theatre.scripts["coordinator"].stop_s = theatre.scripts["inner"].stop_s = 3.0
+    nest = ChildSpec(name="nest", start=lambda: Supervisor(theatre.system, [theatre.part("inner")]))
+    operator = await theatre.open("coordinator", nest)
+    await ask(operator, Stop())
+    began = trio.current_time()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(theatre.root.end_children)
+        for second in range(6):
+            await trio.sleep_until(began + second + 0.5)
+            assert (await ask(operator, Stop())).state is State.STOPPED
+            assert (await ask(operator, Pause())).refused == "the tree is stopped"
+            assert (await status(operator)).state is State.STOPPED
+            assert await operator.ask(AbortRequests(all=True), timeout=9) == AbortReply(aborted=0)
+            assert trio.current_time() == began + second + 0.5
+    assert theatre.alive() == ["root"]
 
 
 async def test_a_stop_of_which_a_part_is_late_does_not_count_as_stopped(
