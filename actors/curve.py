@@ -76,9 +76,9 @@ class ServerKeys(msgspec.Struct, frozen=True):
 def roles_of(role: Role) -> tuple[Role, ...]:
     """Return the roles a key of this one may say Hello with.
 
-    An operator is a client too: it finds the operators' socket through the clients'.
+    All are clients too: that is how they find the socket where verbs go.
     """
-    return (Role.CLIENT, Role.OPERATOR) if role is Role.OPERATOR else (role,)
+    return tuple(dict.fromkeys((Role.CLIENT, role)))
 
 
 def public_of(secret: str) -> str:

@@ -470,6 +470,12 @@ class Listener(_Speaker):
             self._departure.set()
             self._departure = trio.Event()
 
+    def drop_all(self, role: Role, reason: str) -> None:
+        """Forget every peer of a role."""
+        for peer in list(self._peers.values()):
+            if peer.hello.role is role:
+                self.drop(peer.key, reason)
+
     def _post(self, peer: _Peer, frame: bytes) -> bool:
         try:
             peer.flow.post(frame)
@@ -765,12 +771,13 @@ class Connection(_Speaker):
         """Ask the server. Raises Unreachable, DeadlineExceeded, or what it answers."""
         return await self._ask(SERVER, call, timeout, self._post)
 
-    def close(self) -> None:
-        """Say goodbye and disconnect; `run` returns."""
+    def close(self, *, goodbye: bool = True) -> None:
+        """Say goodbye, if it is to be known that we left, and disconnect; `run` returns."""
         if self._closed:
             return
         self._closed = True
-        self._say(Bye())
+        if goodbye:
+            self._say(Bye())
         self._present = False
         self._flow.wake()
         self.asks.fail_all(ActorStopped(f"the connection to {self.endpoint} was closed"))

@@ -6,9 +6,22 @@ the replica up: then no session of it stays, whatever it believes itself.
 """
 
 import secrets
+from typing import Protocol
 
 from callboard.messages.errors import AccessDenied
 from callboard.messages.membership import Hello, Role
+
+
+class TicketSource(Protocol):
+    """Where who starts a replica has a ticket for it from."""
+
+    def issue(self) -> str:
+        """Return a ticket."""
+        ...
+
+    def revoke(self, ticket: str) -> None:
+        """Take one back; harmless when that was done before."""
+        ...
 
 
 class Tickets:
@@ -31,3 +44,17 @@ class Tickets:
         """Raise AccessDenied for a replica without a valid ticket; others need none."""
         if hello.role is Role.REPLICA and hello.ticket not in self._valid:
             raise AccessDenied(f"{hello.name} is no replica of this server, or not any more")
+
+
+class GivenTicket:
+    """One that came from elsewhere, for every replica that is started here."""
+
+    def __init__(self, ticket: str) -> None:
+        self._ticket = ticket
+
+    def issue(self) -> str:
+        """Return it."""
+        return self._ticket
+
+    def revoke(self, ticket: str) -> None:
+        """Nothing: that is for who gave it."""

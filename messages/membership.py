@@ -6,7 +6,8 @@ side may send Ping, answered by Pong; any frame counts as a sign of life.
 
 import enum
 
-from callboard.messages.base import Message
+from callboard.messages.base import Call, Message
+from callboard.messages.control import Suspend, Weights
 from callboard.messages.errors import Failure
 
 PROTOCOL_VERSION = 1
@@ -82,9 +83,27 @@ class ReplicaUp(Message, frozen=True):
 
 
 class ReplicaFailed(Message, frozen=True):
-    """Replica process → its root: my tree did not come up, or ended; I am about to exit."""
+    """Replica process or host → its root: my tree did not come up, or ended; I am going to exit."""
 
     failure: Failure
+
+
+class HostUp(Message, frozen=True):
+    """Host → root: my replicas are up."""
+
+    pid: int
+
+
+class StartHost(Call[HostUp], frozen=True):
+    """Root → host: start your replicas, paused, with the memory and the weights they are to have.
+
+    `settings` are those of the server, as JSON; with `ticket` the replicas register.
+    """
+
+    settings: bytes
+    ticket: str
+    suspended: Suspend | None = None
+    weights: Weights | None = None
 
 
 class Bye(Message, frozen=True):

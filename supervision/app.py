@@ -3,14 +3,17 @@
     root                        one_for_one     verbs arrive here
      ├─ metrics                                 adds up what the others report
      ├─ coordinator                             where clients and replicas meet
-     └─ replicas                one_for_one
-         └─ replica-0, …        rest_for_one    in a process of its own, or in this one
-             ├─ scheduler                       owns the requests
-             ├─ device          one_for_all
-             │   ├─ kv_allocator                owns the block ids
-             │   └─ executor                    owns the device thread and its tensors
-             ├─ tokenizer                       checks requests, text to ids
-             └─ link                            the line to the coordinator
+     ├─ replicas                one_for_one
+     │   └─ replica-0, …        rest_for_one    in a process of its own, or in this one
+     │       ├─ scheduler                       owns the requests
+     │       ├─ device          one_for_all
+     │       │   ├─ kv_allocator                owns the block ids
+     │       │   └─ executor                    owns the device thread and its tensors
+     │       ├─ tokenizer                       checks requests, text to ids
+     │       └─ link                            the line to the coordinator
+     └─ joined                  one_for_one     in a server: a child for each host that came
+         └─ joined/NAME                         passes verbs on to
+             └─ NAME            one_for_one     there: its replicas, NAME-0, …, as above
 
 Children start in that order, so a link tells the coordinator of a replica that can run. Names are
 paths (`replica-0/scheduler`), and a ref is good before, between and after the lives of its actor.
@@ -19,6 +22,7 @@ paths (`replica-0/scheduler`), and a ref is good before, between and after the l
 import math
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +41,14 @@ from callboard.actors.placement import LeastLoaded, Placement, PrefixAware, Roun
 from callboard.actors.ref import LocalRef
 from callboard.actors.scheduler import Scheduler
 from callboard.actors.system import ActorSystem
-from callboard.actors.tickets import Tickets
+from callboard.actors.tickets import Tickets, TicketSource
 from callboard.actors.tokenizer import TextCodec, Tokenizer
 from callboard.actors.transport import Network
 from callboard.messages.errors import CallboardError, DeviceLost, StepStuck
 from callboard.messages.sampling import SamplingParams
+from callboard.supervision.joined import JoinedHosts
 from callboard.supervision.process import ReplicaProcess
-from callboard.supervision.root import REPLICAS, Address, Root
+from callboard.supervision.root import JOINED, REPLICAS, Address, Root
 from callboard.supervision.settings import Settings
 from callboard.supervision.spec import ChildSpec, Intensity, Strategy
 from callboard.supervision.supervisor import Supervisor
@@ -178,6 +183,7 @@ def root(
     only replicas that have one may register.
     """
     coordinator: LocalRef[Any] = LocalRef(system.cell("coordinator"))
+    top: Root
 
     def listen() -> Actor[Any]:
         return Coordinator(
@@ -192,39 +198,59 @@ def root(
             admit=None if tickets is None else tickets.check,
         )
 
-    def replicas() -> Actor[Any]:
-        specs = [
-            ChildSpec(
-                name=name,
-                start=_starter(start_replica, name),
-                shutdown_s=25.0,
-                escalates=escalates,
-            )
-            for name in (f"replica-{index}" for index in range(settings.replicas))
-        ]
-        intensity = Intensity(restarts=settings.max_restarts, period_s=settings.restart_period_s)
-        return Supervisor(system, specs, intensity=intensity)
+    def own_replicas() -> Actor[Any]:
+        return replicas(system, settings, start_replica, "replica", escalates=escalates)
 
+    children = [
+        ChildSpec(name="metrics", start=Metrics),
+        ChildSpec(name="coordinator", start=listen),
+        ChildSpec(
+            name=REPLICAS,
+            start=own_replicas,
+            shutdown_s=SUPERVISOR_SHUTDOWN_S,
+            escalates=escalates,
+        ),
+    ]
+    hosts: LocalRef[Any] = LocalRef(system.cell(JOINED))
+    if tickets is not None:
+        children.append(
+            ChildSpec(
+                name=JOINED,
+                start=partial(JoinedHosts, system, settings, tickets, lambda: top.listener),
+                shutdown_s=SUPERVISOR_SHUTDOWN_S,
+            )
+        )
     top = Root(
         system,
-        [
-            ChildSpec(name="metrics", start=Metrics),
-            ChildSpec(name="coordinator", start=listen),
-            ChildSpec(
-                name=REPLICAS,
-                start=replicas,
-                shutdown_s=SUPERVISOR_SHUTDOWN_S,
-                escalates=escalates,
-            ),
-        ],
+        children,
         network=network,
         control_endpoint=control_endpoint,
         address=address,
         model=settings.model,
         version=__version__,
         coordinator=coordinator,
+        hosts=None if tickets is None else hosts,
     )
     return top
+
+
+def replicas(
+    system: ActorSystem,
+    settings: Settings,
+    start_replica: Callable[[str], Actor[Any]],
+    name: str,
+    *,
+    escalates: tuple[type[CallboardError], ...] = (),
+) -> Supervisor:
+    """Return the supervisor of `replicas` replicas, which are called by a name and a number."""
+    specs = [
+        ChildSpec(
+            name=one, start=_starter(start_replica, one), shutdown_s=25.0, escalates=escalates
+        )
+        for one in (f"{name}-{index}" for index in range(settings.replicas))
+    ]
+    intensity = Intensity(restarts=settings.max_restarts, period_s=settings.restart_period_s)
+    return Supervisor(system, specs, intensity=intensity)
 
 
 def replica_process(
@@ -232,9 +258,9 @@ def replica_process(
     network: Network,
     settings: Settings,
     *,
-    address: Address,
+    coordinator: str,
     run_folder: Path,
-    tickets: Tickets,
+    tickets: TicketSource,
     keys: ClientKeys | None = None,
 ) -> Actor[Any]:
     """Return the actor that stands for a replica in a process of its own."""
@@ -242,7 +268,7 @@ def replica_process(
         system,
         network,
         settings,
-        coordinator=address.endpoint,
+        coordinator=coordinator,
         run_folder=run_folder,
         tickets=tickets,
         keys=keys,

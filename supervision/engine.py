@@ -600,6 +600,8 @@ async def open_engine(
     if settings is not None and overrides:
         raise ConfigError("give open_engine a Settings or its fields, not both")
     settings = settings or load_settings(None, **overrides)
+    if settings.replicas == 0:
+        raise ConfigError("replicas is 0, and nobody can join an embedded engine")
     if parts is None:
         from callboard.supervision.model import replica_parts  # it imports torch
 

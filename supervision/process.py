@@ -16,7 +16,7 @@ import trio
 from callboard.actors.curve import ClientKeys
 from callboard.actors.session import Joined, Left, Listener, Said
 from callboard.actors.system import ActorSystem
-from callboard.actors.tickets import Tickets
+from callboard.actors.tickets import Tickets, TicketSource
 from callboard.actors.transport import Network
 from callboard.messages.control import Suspend, Weights
 from callboard.messages.errors import Failure, StartFailed, SupervisionError
@@ -60,7 +60,7 @@ class ReplicaProcess(Remote):
         *,
         coordinator: str,
         run_folder: Path,
-        tickets: Tickets | None = None,
+        tickets: TicketSource | None = None,
         keys: ClientKeys | None = None,
     ) -> None:
         super().__init__()

@@ -1,17 +1,19 @@
-"""What stands in a tree for a part of it that lives in another process.
+"""What stands in a tree for a part of it that lives in another process, and how that answers.
 
 Verbs and questions go there over a listener that the other end is connected to, and come back as
-acknowledgements. Who says what else over that line is the affair of those who derive from this.
+acknowledgements. What else is said over that line is the affair of those who derive from this.
 """
 
+import contextlib
 from typing import TypeVar
 
 import msgspec
 import trio
 
-from callboard.actors.actor import Actor
+from callboard.actors.actor import Actor, Cell
 from callboard.actors.mailbox import Reply
-from callboard.actors.session import SERVER, Joined, Left, Listener, Said
+from callboard.actors.ref import LocalRef
+from callboard.actors.session import SERVER, Connection, Joined, Left, Listener, Said
 from callboard.actors.transport import PeerKey
 from callboard.messages.base import Call, Message
 from callboard.messages.control import (
@@ -25,8 +27,8 @@ from callboard.messages.control import (
     UpdateWeights,
     Verb,
 )
-from callboard.messages.errors import CallboardError, DeadlineExceeded
-from callboard.supervision.supervisor import answer_by
+from callboard.messages.errors import CallboardError, DeadlineExceeded, Unreachable
+from callboard.supervision.supervisor import VERB_TIMEOUT_S, answer_by
 
 R = TypeVar("R")
 
@@ -106,3 +108,14 @@ class Remote(Actor[Said | Joined | Left]):
                     own, children=inner.children, restarts_left=inner.restarts_left
                 )
             )
+
+
+async def answer_from(top: Cell, connection: Connection, said: Said) -> None:
+    """Have what lives at the other end obey a verb or answer a question, and send its answer."""
+    timeout = VERB_TIMEOUT_S if said.timeout_s is None else said.timeout_s
+    try:
+        answer: object = await LocalRef[Message](top).ask(said.message, timeout=timeout)
+    except CallboardError as error:
+        answer = error
+    with contextlib.suppress(Unreachable):  # then nobody waits for it any more
+        connection.answer(said.message_id, answer)

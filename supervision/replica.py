@@ -18,20 +18,17 @@ import trio
 
 from callboard.actors.actor import Cell, start_in_order
 from callboard.actors.device_thread import hangs
-from callboard.actors.ref import LocalRef
 from callboard.actors.session import Connection, Joined, Left, Said
 from callboard.actors.system import ActorSystem, open_system
 from callboard.actors.transport import Network, open_zmq_network
-from callboard.messages.base import Message
-from callboard.messages.errors import CallboardError, Failure, Unreachable
+from callboard.messages.errors import Failure, Unreachable
 from callboard.messages.membership import ReplicaFailed, ReplicaUp, Role
 from callboard.supervision.app import SUPERVISOR_SHUTDOWN_S, journal_of, replica
 from callboard.supervision.logging import configure_logging
 from callboard.supervision.model import replica_parts
 from callboard.supervision.process import FromReplicaProcess, ReplicaOrder
-from callboard.supervision.remote import ToRemote
+from callboard.supervision.remote import ToRemote, answer_from
 from callboard.supervision.run_folder import remove_if_left_over
-from callboard.supervision.supervisor import VERB_TIMEOUT_S
 from callboard.supervision.watchdog import watched_loop
 
 LAST_RESORT_S = 60
@@ -144,21 +141,11 @@ class _Replica:
     async def _deliver(self, event: Said | Joined | Left) -> None:
         match event:
             case Said():
-                await start_in_order(self._nursery, self._obey, event)
+                await start_in_order(self._nursery, answer_from, self._top, self._connection, event)
             case Joined() if self._is_up:
                 self._say_up()  # the session before may have ended with that under way
             case _:
                 pass
-
-    async def _obey(self, said: Said) -> None:
-        timeout = VERB_TIMEOUT_S if said.timeout_s is None else said.timeout_s
-        top = LocalRef[Message](self._top)
-        try:
-            answer: object = await top.ask(said.message, timeout=timeout)
-        except CallboardError as error:
-            answer = error
-        with contextlib.suppress(Unreachable):  # then nobody waits for it any more
-            self._connection.answer(said.message_id, answer)
 
     async def _end_with_parent(self) -> None:
         await _end_of_input()

@@ -12,7 +12,7 @@ from callboard.actors.actor import ActorExited, StopActor
 from callboard.actors.ref import ActorRef, LocalRef
 from callboard.actors.session import Joined, Left, Listener, Said
 from callboard.actors.system import ActorSystem
-from callboard.actors.transport import Network
+from callboard.actors.transport import Network, PeerKey
 from callboard.messages.base import Message
 from callboard.messages.control import (
     AbortReply,
@@ -33,6 +33,7 @@ from callboard.messages.control import (
 )
 from callboard.messages.errors import CallboardError, Failure, WeightsError
 from callboard.messages.membership import Role, Welcome
+from callboard.supervision.joined import FromHost, ToHost, check_host
 from callboard.supervision.lifecycle import Lifecycle
 from callboard.supervision.spec import ChildSpec, Strategy
 from callboard.supervision.supervisor import (
@@ -52,6 +53,9 @@ MAX_OPERATORS = 64
 
 REPLICAS = "replicas"
 """The name of the supervisor whose children are the replicas."""
+
+JOINED = "joined"
+"""The name of the supervisor whose children are the hosts that have brought replicas along."""
 
 
 class Address:
@@ -90,7 +94,9 @@ class Root(Supervisor):
         model: str,
         version: str,
         coordinator: ActorRef[AbortRequests],
+        hosts: ActorRef[Said | Joined | Left] | None = None,
     ) -> None:
+        """`hosts` hears of the hosts that come, with their sessions, to the operators' socket."""
         super().__init__(system, children, strategy=Strategy.ONE_FOR_ONE)
         self.control_endpoint = control_endpoint
         self.started = trio.Event()
@@ -101,6 +107,8 @@ class Root(Supervisor):
         self._model = model
         self._version = version
         self._coordinator = coordinator
+        self._hosts = hosts
+        self._host_peers: set[PeerKey] = set()
         self._lifecycle = Lifecycle(model)
         self._entry = trio.Lock()
         self._turn = trio.Lock()
@@ -114,10 +122,12 @@ class Root(Supervisor):
             self._network,
             self.control_endpoint,
             name=self.name,
-            inboxes={Role.OPERATOR: FromOperator},
-            outboxes={Role.OPERATOR: ToOperator},
+            inboxes={Role.OPERATOR: FromOperator, Role.REPLICA: FromHost},
+            outboxes={Role.OPERATOR: ToOperator, Role.REPLICA: ToHost},
             welcome=self._welcome,
             deliver=LocalRef[Message](self.cell).tell,
+            admit=check_host,
+            unique=(Role.REPLICA,),
             max_peers=MAX_OPERATORS,
         )
         self.control_endpoint = self._listener.endpoint
@@ -147,12 +157,25 @@ class Root(Supervisor):
     async def receive(self, message: ActorExited | Said | Joined | Left) -> None:
         """Handle one message; operators are answered from a task of their own."""
         match message:
-            case Said():
-                await self.spawn_in_order(self._answer, message)
             case ActorExited():
                 await super().receive(message)
+            case Joined(peer=peer, hello=hello) if hello.role is Role.REPLICA:
+                self._host_peers.add(peer)
+                await self._tell_hosts(message)
+            case Said() | Left() if message.peer in self._host_peers:
+                await self._tell_hosts(message)
+                if isinstance(message, Left):
+                    self._host_peers.discard(message.peer)
+            case Said():
+                await self.spawn_in_order(self._answer, message)
             case Joined() | Left():
                 pass
+
+    @property
+    def listener(self) -> Listener:
+        """Where operators and hosts connect."""
+        assert self._listener is not None
+        return self._listener
 
     async def control(self, verb: Verb, timeout: float = VERB_TIMEOUT_S) -> ControlReply:
         """Do what a verb asks for, whole; one verb at a time. All but STOP wait for the start."""
@@ -234,9 +257,12 @@ class Root(Supervisor):
             case _:
                 return None
 
+    async def _tell_hosts(self, event: Said | Joined | Left) -> None:
+        if self._hosts is not None:
+            await self._hosts.tell(event)
+
     async def _answer(self, said: Said) -> None:
-        assert self._listener is not None
-        self._listener.answer(said.peer, said.message_id, await self._obey_operator(said))
+        self.listener.answer(said.peer, said.message_id, await self._obey_operator(said))
         if self._lifecycle.state is State.STOPPED:
             self.stopped_by_verb.set()
 
@@ -283,18 +309,20 @@ class Root(Supervisor):
         return ControlReply(verb=verb_name(verb), state=self._lifecycle.state, refused=refused)
 
     def _welcome(self, session: str) -> Welcome:
-        assert self._listener is not None
         return Welcome(
             name=self.name,
             session=session,
-            max_frame_bytes=self._listener.max_frame_bytes,
+            max_frame_bytes=self.listener.max_frame_bytes,
             control_endpoint=self.control_endpoint,
             model=self._model,
         )
 
 
 def _replica_nodes(tree: NodeStatus) -> tuple[NodeStatus, ...]:
-    return next((node.children for node in tree.children if node.name == REPLICAS), ())
+    """Return the replicas, those of the hosts that have joined behind the tree's own."""
+    parts = {node.name: node.children for node in tree.children}
+    hosts = parts.get(JOINED, ())
+    return (*parts.get(REPLICAS, ()), *(node for host in hosts for node in host.children))
 
 
 def _summary(node: NodeStatus) -> ReplicaStatus:

@@ -81,7 +81,7 @@ class _Server:
                 system,
                 network,
                 settings,
-                address=self._address,
+                coordinator=self._address.endpoint,
                 run_folder=folder,
                 tickets=tickets,
                 keys=replica_keys,

@@ -23,7 +23,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     listen: str = DEFAULT_ENDPOINT
     keys: str = ""  # the folder of the server's keys, as `callboard keys` makes it; "" is none
     insecure: bool = False  # listen at any address without keys
-    replicas: int = 1
+    replicas: int = 1  # of its own; others join
     routing: str = "prefix_aware"  # how a replica is chosen: or least_loaded, round_robin
     prefix_weight: float = 0.2  # of a known prefix against load, where routing is prefix_aware
     device: str = "auto"  # auto, cpu, cuda, cuda:1
@@ -51,15 +51,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     journal: str = ""  # folder for journals of all messages; "" keeps none
 
 
-def load_settings(path: Path | None, **overrides: Any) -> Settings:
+def load_settings(path: Path | None, *, base: Settings | None = None, **overrides: Any) -> Settings:
     """Return the settings of a TOML file with overrides that are not None put on top.
 
-    Raises ConfigError naming the key, and the file where it comes from there.
+    What neither says is as in `base`, or as it is by default. Raises ConfigError naming the key,
+    and the file where it comes from there.
     """
+    known = {} if base is None else msgspec.structs.asdict(base)
     in_file = {} if path is None else _read(path)
     given = {key: value for key, value in overrides.items() if value is not None}
     try:
-        settings = _convert({**in_file, **given})
+        settings = _convert({**known, **in_file, **given})
         _check(settings)
     except _WrongSetting as error:
         is_in_file = error.key in in_file and error.key not in given
@@ -119,7 +121,7 @@ def _check(settings: Settings) -> None:
 
 def _check_ranges(settings: Settings) -> None:
     for name, low, high in (
-        ("replicas", 1, 64),
+        ("replicas", 0, 64),
         ("prefix_weight", 0, 1),
         ("threads", 0, 1024),
         ("kv_cache_gb", 1e-6, 4096),

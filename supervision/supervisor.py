@@ -86,6 +86,7 @@ class Child:
         self.born = Desired()  # what was desired when its present life began
         self.expected_to_end = False
         self.retired = False  # has ended for good, as its spec wants
+        self.is_new = False  # added to a tree that runs, and not yet part of what verbs are for
 
     def set_down(self) -> None:
         """Note that the child is not up; who waits for it goes on waiting."""
@@ -178,6 +179,30 @@ class Supervisor(Actor[ActorExited]):
             await self._stop_all()
             raise
 
+    async def add(self, spec: ChildSpec) -> None:
+        """Start one more child, paused, and then bring it to what the tree should be.
+
+        No verb waits for it while it starts, however long that takes. Raises StartFailed; one that
+        had started by then is a child all the same.
+        """
+        if spec.name in self._children:
+            raise ValueError(f"there is a child {spec.name} already")
+        child = self._children[spec.name] = Child(spec, self._system.cell(spec.name))
+        child.is_new = True
+        try:
+            await self._raise(child)
+        except CallboardError:
+            if child.is_new:
+                await self.remove(spec.name)
+            raise
+
+    async def remove(self, name: str) -> None:
+        """Stop a child, if it runs, and forget it."""
+        child = self._children[name]
+        await self._stop(child)
+        child.retire()
+        del self._children[name]
+
     async def receive(self, message: ActorExited) -> None:
         """A child's life ended: restart what the strategy says, if its spec wants that."""
         child = self._children.get(message.name)
@@ -265,7 +290,7 @@ class Supervisor(Actor[ActorExited]):
 
     async def _ask_all(self, verb: Verb, deadline: float) -> list[ControlReply]:
         """Ask independent children together and others in order: down to pause, up to go on."""
-        children = list(self._children.values())
+        children = [child for child in self._children.values() if not child.is_new]
         if self._strategy is Strategy.ONE_FOR_ONE:
             return await self._ask_together(children, verb, deadline)
         going_on = isinstance(verb, Unpause | Resume)
@@ -360,6 +385,7 @@ class Supervisor(Actor[ActorExited]):
         """Start a child and bring it to what the tree should be; then it is up."""
         try:
             await self._start(child)
+            child.is_new = False
             await self._bring(child)
         except StartFailed:
             raise
@@ -371,7 +397,9 @@ class Supervisor(Actor[ActorExited]):
             self._history.up(child.spec.name, trio.current_time())
 
     async def _start(self, child: Child) -> None:
-        child.born = self._desired
+        child.born = msgspec.structs.replace(
+            self._desired, paused=self._desired.paused or child.is_new
+        )
         child.cell.paused, child.cell.suspended = child.born.paused, child.born.suspended
         child.cell.weights = child.born.weights
         child.expected_to_end = child.retired = False

@@ -40,6 +40,7 @@ from callboard.messages.base import Call, Message
 from callboard.messages.codec import members, reply_type
 from callboard.messages.control import GetNode, Verb
 from callboard.messages.membership import PROTOCOL_VERSION, Role
+from callboard.supervision.joined import FromHost, JoinedHost, JoinedHosts, ToHost
 from callboard.supervision.process import FromReplicaProcess, ReplicaProcess
 from callboard.supervision.remote import ToRemote
 from callboard.supervision.root import FromOperator, Root, ToOperator
@@ -51,6 +52,8 @@ ACTORS: tuple[type[Actor[Any]], ...] = (
     Root,
     Supervisor,
     ReplicaProcess,
+    JoinedHosts,
+    JoinedHost,
     Coordinator,
     Metrics,
     Scheduler,
@@ -64,6 +67,7 @@ SOCKETS = (
     ("Requests", Coordinator, Role.CLIENT, FromClient, ToClient),
     ("Requests", Coordinator, Role.REPLICA, FromReplica, ToReplica),
     ("Verbs", Root, Role.OPERATOR, FromOperator, ToOperator),
+    ("Verbs", Root, Role.REPLICA, FromHost, ToHost),
     ("A replica process", ReplicaProcess, Role.REPLICA, FromReplicaProcess, ToRemote),
 )
 

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 refused or failed, 2 nobody answers at the endpoint, 3 no 
 
 import functools
 import os
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +46,7 @@ from callboard.messages.requests import ChatMessage
 from callboard.messages.sampling import LogprobsMode, SamplingParams
 from callboard.supervision.cli import render
 from callboard.supervision.engine import Engine, connect, open_engine
-from callboard.supervision.keys import add_key, make_keys
+from callboard.supervision.keys import add_key, load_client_keys, make_keys
 from callboard.supervision.logging import configure_logging
 from callboard.supervision.record import Completion
 from callboard.supervision.settings import DEFAULT_ENDPOINT, ENDPOINT, Settings, load_settings
@@ -186,6 +187,70 @@ def serve(
     async def run() -> None:
         with watched_loop(settings.loop_timeout_s):
             await run_server(settings, announce=print_line)
+
+    trio.run(run)
+    return DONE
+
+
+@app.command()
+def replica(
+    join: Annotated[
+        str,
+        typer.Option(
+            help="The server to bring replicas to.", metavar="ENDPOINT", callback=_check_endpoint
+        ),
+    ],
+    name: Annotated[
+        str | None,
+        typer.Option(help="What the server calls this host; by default the machine's name."),
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(help="Replica processes; by default one.", min=1)
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Where the server's model is on this machine, if elsewhere."),
+    ] = None,
+    kv_cache_gb: Annotated[
+        float | None, typer.Option(help="GiB of KV cache a replica; else as the server's.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A TOML file of settings that differ here; options here win."),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    keys: Keys = None,
+) -> int:
+    """Bring replicas on this machine to a server elsewhere, until it stops or a signal.
+
+    It waits for a server that is not there yet, and joins again when it lost it.
+
+    The first SIGINT or SIGTERM hands the requests to other replicas; the second waits for nothing.
+    """
+    from callboard.supervision.host import join as join_server
+    from callboard.supervision.serve import print_line
+    from callboard.supervision.watchdog import watched_loop
+
+    def adapt(settings: Settings) -> Settings:
+        return load_settings(
+            config,
+            base=settings,
+            replicas=replicas,
+            model=model,
+            kv_cache_gb=kv_cache_gb,
+            device=device,
+            log_level=log_level,
+        )
+
+    own = adapt(Settings())
+    configure_logging(own.log_level, as_json=own.log_json)
+    called = socket.gethostname().partition(".")[0] if name is None else name
+    client_keys = None if keys is None else load_client_keys(keys)
+
+    async def run() -> None:
+        with watched_loop(own.loop_timeout_s):
+            await join_server(join, called, adapt=adapt, keys=client_keys, announce=print_line)
 
     trio.run(run)
     return DONE

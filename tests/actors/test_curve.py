@@ -68,11 +68,11 @@ def test_keys_fit_into_a_toml_string_as_they_are() -> None:
         assert set(KeyPair.make().secret) <= set(string.printable) - set("\"'\\\n\t ")
 
 
-def test_an_operator_may_be_a_client_and_nobody_else_anything_else() -> None:
+def test_everybody_may_be_a_client_and_nothing_else_but_what_the_key_is_for() -> None:
     assert {role: roles_of(role) for role in Role} == {
         Role.CLIENT: (Role.CLIENT,),
         Role.OPERATOR: (Role.CLIENT, Role.OPERATOR),
-        Role.REPLICA: (Role.REPLICA,),
+        Role.REPLICA: (Role.CLIENT, Role.REPLICA),
     }
 
 

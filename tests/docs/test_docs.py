@@ -200,7 +200,7 @@ def test_a_command_that_is_shown_exists_with_its_options(words: list[str]) -> No
             assert set(targets) <= set(TARGET.findall((ROOT / "Makefile").read_text()))
         case [".venv/bin/python" | ".venv/bin/pytest", *paths]:
             assert [path for path in paths if not (ROOT / path).exists()] == []
-        case [".venv/bin/mypy"] | ["mv", _, _] | ["echo", "$?"]:
+        case [".venv/bin/mypy"] | ["mv", _, _] | ["echo", "$?"] | ["kill", "-TERM", _]:
             pass
         case _:
             pytest.fail(f"nothing is known about {shlex.join(words)}")

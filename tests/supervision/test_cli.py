@@ -295,7 +295,7 @@ def test_without_a_model_one_is_told_how_to_get_one(run: Any) -> None:
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
-    [("replicas = 0", "replicas is 0"), ("repl = 1", "repl is no setting"), ("=", "line 1")],
+    [("replicas = -1", "replicas is -1"), ("repl = 1", "repl is no setting"), ("=", "line 1")],
 )
 def test_a_wrong_settings_file_is_named_by_serve(
     run: Any, tmp_path: Path, text: str, complaint: str
@@ -307,6 +307,26 @@ def test_a_wrong_settings_file_is_named_by_serve(
 
     assert result.code == 1
     assert result.err.startswith(f"callboard: {path}: ")
+    assert complaint in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint", "code"),
+    [
+        ([], "join", 64),
+        (["--join", "here"], "'here' is neither tcp://HOST:PORT nor ipc://PATH", 64),
+        (["--join", "tcp://127.0.0.1:9", "--replicas", "0"], "'--replicas'", 64),
+        (["--join", "tcp://127.0.0.1:9", "--name", "a/b"], "a host cannot be named 'a/b'", 1),
+        (["--join", "tcp://127.0.0.1:9", "--keys", "none.key"], "none.key", 1),
+        (["--join", "tcp://127.0.0.1:9", "--config", "none.toml"], "none.toml", 1),
+    ],
+)
+def test_a_host_that_cannot_join_as_it_was_told_says_why(
+    run: Any, arguments: list[str], complaint: str, code: int
+) -> None:
+    result = run("replica", *arguments)
+
+    assert result.code == code
     assert complaint in result.err
 
 

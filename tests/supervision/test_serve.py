@@ -17,7 +17,7 @@ from callboard.actors.session import Connection
 from callboard.actors.system import open_system
 from callboard.actors.transport import open_zmq_network
 from callboard.messages.base import unpack_ids
-from callboard.messages.control import ReplicaStatus, State
+from callboard.messages.control import NodeStatus, ReplicaStatus, State, StatusReply
 from callboard.messages.errors import (
     AccessDenied,
     ActorStopped,
@@ -32,6 +32,7 @@ from callboard.messages.requests import FinishReason
 from callboard.supervision import process
 from callboard.supervision.engine import Engine, connect
 from callboard.supervision.keys import add_key, make_keys
+from callboard.supervision.root import REPLICAS
 from callboard.supervision.serve import serve
 from callboard.supervision.settings import Settings
 from callboard.supervision.stream import RequestStream
@@ -101,6 +102,11 @@ async def ready(folder: Path, **overrides: object) -> AsyncIterator[tuple[Server
 async def replica(engine: Engine) -> ReplicaStatus:
     [one] = (await engine.status()).replicas
     return one
+
+
+def part(status: StatusReply, name: str) -> NodeStatus:
+    """Return a part of the tree right below root."""
+    return next(node for node in status.tree.children if node.name == name)
 
 
 async def read(stream: RequestStream, num_tokens: int) -> list[int]:
@@ -364,7 +370,7 @@ async def test_a_replica_whose_device_or_loop_is_gone_is_replaced(
             for first in (0, culprit):
                 nursery.start_soon(generate, engine, first)
 
-        [node] = (await engine.status()).tree.children[-1].children
+        [node] = part(await engine.status(), REPLICAS).children
         assert node.restarts == 1
         assert reason in node.ends[0].reason
         assert not is_alive(pid)

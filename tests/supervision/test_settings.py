@@ -61,6 +61,15 @@ def test_a_flag_that_was_not_given_does_not_win(file: Path) -> None:
     assert load_settings(file, replicas=None).replicas == 2
 
 
+def test_what_is_not_said_is_as_in_the_settings_to_begin_with(file: Path) -> None:
+    file.write_text("max_rows = 8\n")
+    base = Settings(max_rows=4, threads=2, model="a-model")
+
+    settings = load_settings(file, base=base, model="another")
+
+    assert (settings.max_rows, settings.threads, settings.model) == (8, 2, "another")
+
+
 def test_a_file_is_read_as_utf_8(file: Path) -> None:
     file.write_bytes('model = "modèle.gguf"'.encode())
 
@@ -74,8 +83,8 @@ def test_a_file_is_read_as_utf_8(file: Path) -> None:
         ("replicas = 'two'", ["replicas", "int"]),
         ("replicas = true", ["replicas", "bool"]),
         ("replicas = 1.5", ["replicas", "float"]),
-        ("replicas = 0", ["replicas is 0", "1 to 64"]),
-        ("replicas = 65", ["replicas is 65", "1 to 64"]),
+        ("replicas = -1", ["replicas is -1", "0 to 64"]),
+        ("replicas = 65", ["replicas is 65", "0 to 64"]),
         ("kv_cache_gb = nan", ["kv_cache_gb is nan"]),
         ("kv_cache_gb = inf", ["kv_cache_gb is inf"]),
         ("kv_cache_gb = -1", ["kv_cache_gb is -1"]),
@@ -115,7 +124,7 @@ def test_endpoints_may_be_tcp_or_ipc(listen: str) -> None:
 def test_a_wrong_flag_is_not_blamed_on_the_file(file: Path) -> None:
     file.write_text("replicas = 2\n")
 
-    assert complaint(file, replicas=0) == "replicas is 0, and must be 1 to 64"
+    assert complaint(file, replicas=-1) == "replicas is -1, and must be 0 to 64"
 
 
 def test_an_unknown_flag_is_named() -> None:
