@@ -10,6 +10,7 @@ An entry is four bytes, little-endian, that say how long it is, and a msgpack ar
 import contextlib
 import itertools
 import os
+import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
@@ -73,6 +74,9 @@ class Journal:
         """Entries for which there was no room, or no disk any more."""
         self._folder = folder
         self._process = process
+        # A program may have several engines, of one name, that begin in the same second.
+        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        self._name = f"{process}-{stamp}-{os.getpid()}-{secrets.token_hex(3)}"
         self._about = about
         self._pending = bytearray()
         self._most = MAX_PENDING_BYTES
@@ -137,9 +141,7 @@ class Journal:
         earlier = sorted(self._folder.glob(f"{self._process}-*{SUFFIX}"))
         for old in earlier[: max(0, len(earlier) - KEPT_FILES + 1)]:
             old.unlink(missing_ok=True)
-        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-        name = f"{self._process}-{stamp}-{os.getpid()}-{next(self._files):04}{SUFFIX}"
-        file = (self._folder / name).open("xb")
+        file = (self._folder / f"{self._name}-{next(self._files):04}{SUFFIX}").open("xb")
         file.write(_framed(_about(self._process, self._about)))
         return file
 

@@ -1,3 +1,5 @@
+import itertools
+import time
 from pathlib import Path
 
 import msgspec
@@ -6,7 +8,14 @@ import trio
 
 from callboard.actors import journal
 from callboard.actors.actor import Actor
-from callboard.actors.journal import ABOUT, Entry, Journal, open_journal, read_journal
+from callboard.actors.journal import (
+    ABOUT,
+    Entry,
+    Journal,
+    open_journal,
+    process_of,
+    read_journal,
+)
 from callboard.actors.mailbox import Letter
 from callboard.actors.ref import LocalRef
 from callboard.actors.system import open_system
@@ -94,6 +103,25 @@ async def test_files_are_kept_small_and_few(
     assert all(next(read_journal(file)).kind == ABOUT for file in files)
     kept = [entry for entry in entries_of(tmp_path) if entry.kind == "Note"]
     assert msgspec.msgpack.decode(kept[-1].body)[1].strip() == "39"
+
+
+async def test_all_files_of_a_journal_are_known_as_its_own_and_no_others_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "FILE_BYTES", 1)
+    now = [0.0]
+    monkeypatch.setattr(time, "gmtime", lambda: time.localtime(now[0]))
+    both = [Journal(tmp_path, "engine") for _ in range(2)]  # in one process, in one second
+    for _ in range(2):
+        for written in both:
+            written.note("somebody", 1, Letter(Note(text="x")))
+            written.flush()
+        now[0] += 1.0
+    for written in both:
+        written.close()
+
+    owners = [process_of(file) for file in sorted(files_in(tmp_path))]
+    assert [len(list(own)) for _, own in itertools.groupby(owners)] == [2, 2]
 
 
 async def test_the_files_of_another_process_are_left_alone(
