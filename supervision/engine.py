@@ -81,6 +81,7 @@ from callboard.supervision.submission import (
     as_params,
     as_prompt,
     check_n,
+    check_prompts,
     checked,
     choices_of,
 )
@@ -91,6 +92,9 @@ CONTROL_TIMEOUT_S = 60.0
 UPDATE_TIMEOUT_S = 600.0
 RECONNECT_TIMEOUT_S = 60.0
 STATUS_INTERVAL_S = 0.1
+
+MAX_AT_ONCE = 4096
+"""Requests that one call of `generate` has open: more than run at once, and few enough to queue."""
 
 _WITHOUT_MEMORY = (State.SUSPENDING, State.SUSPENDED, State.RESUMING)
 
@@ -195,7 +199,7 @@ class Engine:
         return_errors: bool = False,
         **options: Any,
     ) -> list[Completion] | list[Completion | CallboardError]:
-        """Run several prompts at once and return their completions in order.
+        """Run several prompts and return their completions in order; MAX_AT_ONCE at a time.
 
         With `n` there are so many of each prompt, one behind the other; see `submit_choices`.
         Raises the first error, and the other requests are aborted then. With `return_errors` the
@@ -203,6 +207,7 @@ class Engine:
         """
         self._check_thread()
         check_n(n)
+        check_prompts(prompts)
         asked: list[RequestStream | CallboardError] = []
         for prompt in prompts:
             try:
@@ -501,6 +506,8 @@ class Engine:
             with trio.move_on_at(deadline):  # each wait in there may last for the whole of it
                 control = await self._connect_control(timeout)
         if control is None:
+            if self._connection.present and timeout < HANDSHAKE_TIMEOUT_S:
+                raise DeadlineExceeded(f"no answer to {type(call).__name__} in {timeout:g} s")
             raise Unreachable(f"nobody answers at {self._connection.endpoint} ({timeout:g} s)")
         return await control.ask(call, timeout=deadline - trio.current_time())
 
@@ -679,9 +686,10 @@ async def connect(
 async def _run_all(
     asked: Sequence[RequestStream | CallboardError], *, return_errors: bool
 ) -> list[Any]:
-    """Run requests at once; returns in order what came of each, errors where they are wanted."""
+    """Run requests, begun in order; returns what came of each, errors where they are wanted."""
     ended: list[RequestStream | Completion | CallboardError] = list(asked)
     failed: list[CallboardError] = []
+    room = trio.Semaphore(MAX_AT_ONCE)
 
     async def run(place: int, stream: RequestStream) -> None:
         try:
@@ -692,10 +700,13 @@ async def _run_all(
             if not return_errors:
                 failed.append(error)
                 nursery.cancel_scope.cancel("another request failed")
+        finally:
+            room.release()
 
     async with trio.open_nursery() as nursery:
         for place, stream in enumerate(asked):
             if isinstance(stream, RequestStream):
+                await room.acquire()
                 nursery.start_soon(run, place, stream)
     if failed:
         raise failed[0]

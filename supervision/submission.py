@@ -45,6 +45,12 @@ def as_prompt(prompt: PromptLike) -> Prompt:
             raise _no_prompt(f"{type(prompt).__name__} is none of these")
 
 
+def check_prompts(prompts: Sequence[PromptLike]) -> None:
+    """Raise RequestError for what is a prompt itself, and would be taken for one a character."""
+    if isinstance(prompts, str | bytes):
+        raise RequestError("prompts is one text", field="prompts", allowed="a list of prompts")
+
+
 def as_params(params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
     """Put options on top of parameters. Raises RequestError naming what does not exist or fit."""
     values = {} if params is None else msgspec.structs.asdict(params)

@@ -151,6 +151,31 @@ async def test_generate_returns_the_tokens_behind_each_prompt_in_order(engine: E
     assert {answer.finish_reason for answer in answers} == {FinishReason.LENGTH}
 
 
+async def test_generate_has_no_more_requests_open_than_can_well_wait(
+    engine: Engine, runner: GatedRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("callboard.supervision.engine.MAX_AT_ONCE", 3)
+    answers: list[callboard.Completion] = []
+
+    async def generate() -> None:
+        answers.extend(await engine.generate([[n] for n in range(20)], max_tokens=2))
+
+    runner.gate.clear()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(generate)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert engine.num_open == 3
+        runner.gate.set()
+
+    assert [answer.token_ids for answer in answers] == [[n + 1, n + 2] for n in range(20)]
+
+
+@pytest.mark.parametrize("prompts", ["several words", b"bytes"])
+async def test_one_text_is_no_list_of_prompts(engine: Engine, prompts: Any) -> None:
+    with pytest.raises(RequestError, match="prompts is one text"):
+        await engine.generate(prompts, max_tokens=1)
+
+
 async def test_generate_of_nothing_is_nothing(engine: Engine) -> None:
     assert await engine.generate([]) == []
 
@@ -1459,6 +1484,12 @@ async def test_a_verb_is_given_up_in_its_time_when_nobody_is_reached(
             await engine.status(timeout=5.0)
 
         assert trio.current_time() - began <= 5.01
+
+
+async def test_a_verb_without_any_time_is_late_and_its_server_not_unreachable() -> None:
+    async with opened(ScriptedRunner()) as engine:
+        with pytest.raises(DeadlineExceeded):
+            await engine.pause(timeout=0)
 
 
 async def test_a_request_made_as_a_session_begins_is_said_in_it_once() -> None:
