@@ -120,7 +120,8 @@ class Journal:
         with contextlib.suppress(OSError):  # as it may have been before, and was said then
             self.flush()
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what did not fit is tried again
+                self._file.close()
 
     def _take(self) -> bytearray:
         pending, self._pending = self._pending, bytearray()

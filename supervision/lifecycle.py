@@ -241,7 +241,7 @@ class Lifecycle:
         if not present.version < wanted.version <= MAX_VERSION:
             return Plan(
                 refused=f"version is {wanted.version}, and must be above {present.version},"
-                f" that of {present.source!r}"
+                f" that of {present.source!r}, and at most {MAX_VERSION}"
             )
         prepare = UpdateWeights(source=wanted.source, version=wanted.version, keep_kv=verb.keep_kv)
         return Plan(relay=(prepare, msgspec.structs.replace(prepare, phase=UpdatePhase.COMMIT)))

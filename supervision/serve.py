@@ -1,8 +1,6 @@
 """`callboard serve`: the tree with its replicas in processes of their own, until told to stop."""
 
-import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -163,17 +161,3 @@ def _control_endpoint(listen: str) -> str:
         host, _, _ = listen.removeprefix("tcp://").rpartition(":")
         return f"tcp://{host}:0"
     return f"{listen}.control"
-
-
-def print_line(line: str) -> None:
-    """Write a line where a person, or a script that waits for it, sees it at once.
-
-    Where nobody reads any more, this and all later lines go nowhere.
-    """
-    try:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)

@@ -13,7 +13,9 @@ DEFAULT_ENDPOINT = "tcp://127.0.0.1:7500"
 ROUTINGS = ("prefix_aware", "least_loaded", "round_robin")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
-ENDPOINT = re.compile(r"tcp://.+:(\d{1,5}|\*)|ipc://.+")
+MAX_PORT = 65535
+
+_ENDPOINT = re.compile(r"tcp://.+:(?P<port>\d{1,5}|\*)|ipc://.+")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +51,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     log_level: str = "warning"
     log_json: bool = False
     journal: str = ""  # folder for journals of all messages; "" keeps none
+
+
+def is_endpoint(text: str) -> bool:
+    """Return whether a text says where to listen or connect."""
+    found = _ENDPOINT.fullmatch(text)
+    if found is None:
+        return False
+    port = found["port"]
+    return port is None or port == "*" or int(port) <= MAX_PORT
 
 
 def load_settings(path: Path | None, *, base: Settings | None = None, **overrides: Any) -> Settings:
@@ -113,9 +124,11 @@ def _check(settings: Settings) -> None:
         raise _WrongSetting(
             "routing", f"is {settings.routing!r}, and must be one of {', '.join(ROUTINGS)}"
         )
-    if not ENDPOINT.fullmatch(settings.listen):
+    if not is_endpoint(settings.listen):
         raise _WrongSetting(
-            "listen", f"is {settings.listen!r}, and must be tcp://HOST:PORT or ipc://PATH"
+            "listen",
+            f"is {settings.listen!r}, and must be tcp://HOST:PORT, with a port of at most "
+            f"{MAX_PORT}, or ipc://PATH",
         )
 
 

@@ -45,11 +45,12 @@ from callboard.messages.membership import Role
 from callboard.messages.requests import ChatMessage
 from callboard.messages.sampling import LogprobsMode, SamplingParams
 from callboard.supervision.cli import render
+from callboard.supervision.cli.streams import announce, open_standard_streams
 from callboard.supervision.engine import Engine, connect, open_engine
 from callboard.supervision.keys import add_key, load_client_keys, make_keys
 from callboard.supervision.logging import configure_logging
 from callboard.supervision.record import Completion
-from callboard.supervision.settings import DEFAULT_ENDPOINT, ENDPOINT, Settings, load_settings
+from callboard.supervision.settings import DEFAULT_ENDPOINT, Settings, is_endpoint, load_settings
 from callboard.supervision.submission import PromptLike
 from callboard.version import __version__
 
@@ -75,9 +76,15 @@ app = typer.Typer(
 
 
 def _check_endpoint(endpoint: str | None) -> str | None:
-    if endpoint and not ENDPOINT.fullmatch(endpoint):
+    if endpoint and not is_endpoint(endpoint):
         raise typer.BadParameter(f"{endpoint!r} is neither tcp://HOST:PORT nor ipc://PATH")
     return endpoint
+
+
+def _check_wait(state: State | None) -> State | None:
+    if state in (State.STOPPED, State.FAILED):
+        raise typer.BadParameter(f"a server that has {state} has no process that could say so")
+    return state
 
 
 Endpoint = Annotated[
@@ -165,7 +172,7 @@ def serve(
 
     The first SIGINT or SIGTERM lets open requests finish, the second ends them.
     """
-    from callboard.supervision.serve import print_line, serve as run_server
+    from callboard.supervision.serve import serve as run_server
     from callboard.supervision.watchdog import watched_loop
 
     settings = _with_model(
@@ -186,7 +193,7 @@ def serve(
 
     async def run() -> None:
         with watched_loop(settings.loop_timeout_s):
-            await run_server(settings, announce=print_line)
+            await run_server(settings, announce=announce)
 
     trio.run(run)
     return DONE
@@ -229,7 +236,6 @@ def replica(
     The first SIGINT or SIGTERM hands the requests to other replicas; the second waits for nothing.
     """
     from callboard.supervision.host import join as join_server
-    from callboard.supervision.serve import print_line
     from callboard.supervision.watchdog import watched_loop
 
     def adapt(settings: Settings) -> Settings:
@@ -250,7 +256,7 @@ def replica(
 
     async def run() -> None:
         with watched_loop(own.loop_timeout_s):
-            await join_server(join, called, adapt=adapt, keys=client_keys, announce=print_line)
+            await join_server(join, called, adapt=adapt, keys=client_keys, announce=announce)
 
     trio.run(run)
     return DONE
@@ -350,7 +356,9 @@ def generate(
         bad_words=tuple(bad_word or ()),
         bad_token_ids=tuple(map(_token_ids, bad_tokens or ())),
     )
-    endpoint = connect_to or (None if model else os.environ.get("CALLBOARD_ENDPOINT"))
+    endpoint = connect_to or (
+        None if model else _check_endpoint(os.environ.get("CALLBOARD_ENDPOINT"))
+    )
     asked: list[PromptLike] = [
         [ChatMessage(role="user", content=prompt)] if chat else prompt for prompt in prompts
     ]
@@ -511,7 +519,10 @@ def status(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     keys: Keys = None,
     wait: Annotated[
-        State | None, typer.Option(help="Wait until it is so, also for a server yet to start.")
+        State | None,
+        typer.Option(
+            help="Wait until it is so, also for a server yet to start.", callback=_check_wait
+        ),
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait.")] = 60.0,
     as_json: AsJson = False,
@@ -578,8 +589,8 @@ def keys(
         Path, typer.Option("--dir", help="Where the keys are put.", metavar="FOLDER")
     ] = Path("keys"),
     add: Annotated[
-        str, typer.Option(help="Make one more key for the server whose folder it is.")
-    ] = "",
+        str | None, typer.Option(help="Make one more key for the server whose folder it is.")
+    ] = None,
     role: Annotated[Role, typer.Option(help="What the added key may be used for.")] = Role.CLIENT,
     force: Annotated[bool, typer.Option("--force", help="Replace keys that exist.")] = False,
 ) -> int:
@@ -587,7 +598,9 @@ def keys(
 
     The server gets the folder, clients and operators their key file.
     """
-    made = add_key(folder, add, role, force=force) if add else make_keys(folder, force=force)
+    made = (
+        make_keys(folder, force=force) if add is None else add_key(folder, add, role, force=force)
+    )
     for path in made:
         render.line(str(path))
     return DONE
@@ -604,6 +617,7 @@ def fetch_model() -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    open_standard_streams()
     configure_logging()
     try:
         code = app(arguments, prog_name="callboard", standalone_mode=False)

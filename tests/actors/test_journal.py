@@ -165,6 +165,18 @@ async def test_a_disk_that_fails_ends_the_journal_and_nothing_else(
     written.close()
 
 
+async def test_a_journal_for_whose_end_there_is_no_room_is_closed_all_the_same(
+    tmp_path: Path,
+) -> None:
+    written = Journal(tmp_path, "here")
+    written._file = open("/dev/full", "wb")  # noqa: ASYNC230, SIM115  # it is closed below
+    written.note("somebody", 1, Letter(Note(text="lost")))
+
+    written.close()
+
+    assert written._file.closed
+
+
 async def test_an_entry_that_was_half_written_ends_a_file(tmp_path: Path) -> None:
     async with open_journal(tmp_path, "here") as written:
         assert written is not None

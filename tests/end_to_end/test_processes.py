@@ -8,8 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -636,6 +636,42 @@ def test_a_server_to_which_nobody_listens_any_more_drains_all_the_same(fresh: Se
     assert trio.run(end) is FinishReason.LENGTH
     assert fresh.wait() == 0
     assert fresh.errors() == ""
+
+
+@pytest.mark.parametrize("output", [">&-", "> /dev/full", ">&- 2>&- <&-"])
+def test_a_server_that_can_print_nothing_runs_and_drains_all_the_same(
+    tmp_path: Path, output: str
+) -> None:
+    endpoint = f"ipc://{tmp_path}/server"
+    command = f"exec {' '.join(CALLBOARD)} serve --model random:tiny --kv-cache-gb 0.02"
+    process = subprocess.Popen(
+        ["sh", "-c", f"{command} --listen {endpoint} {output}"], env=environment()
+    )
+
+    async def drain() -> list[int]:
+        with trio.fail_after(START_S):
+            async with (
+                await_server(endpoint) as engine,
+                engine.submit(PROMPTS[0], **GREEDY) as stream,
+            ):
+                await read(stream, 5)
+                process.terminate()
+                return (await stream.completion()).token_ids
+
+    try:
+        assert len(trio.run(drain)) == GREEDY["max_tokens"]
+        assert process.wait(20.0) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@asynccontextmanager
+async def await_server(endpoint: str) -> AsyncIterator[Engine]:
+    """Connect to a server that says to nobody when it is ready."""
+    async with connect(endpoint, timeout=START_S) as engine:
+        await engine.wait_for(State.RUNNING, timeout=START_S)
+        yield engine
 
 
 def test_a_third_interrupt_ends_a_server_at_once(fresh: Server) -> None:

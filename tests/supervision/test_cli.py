@@ -489,6 +489,14 @@ def test_status_can_wait(run: Any, server: Server) -> None:
     assert run("status", "--wait", "running").code == 0
 
 
+@pytest.mark.parametrize("state", ["stopped", "failed"])
+def test_nobody_can_wait_for_what_no_server_says(run: Any, server: Server, state: str) -> None:
+    result = run("status", "--wait", state)
+
+    assert result.code == 64
+    assert f"a server that has {state} has no process" in result.err
+
+
 def test_status_that_waits_in_vain_is_code_3_with_what_it_saw(run: Any, server: Server) -> None:
     result = run("status", "--wait", "paused", "--timeout", "0.3")
 
@@ -674,6 +682,21 @@ def test_a_reader_that_has_gone_ends_a_command_quietly(default_model: Path) -> N
     assert errors == b""
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_without_some_of_its_standard_streams_does_what_it_is_told(
+    tmp_path: Path, closed: str
+) -> None:
+    command = f"{sys.executable} -m callboard"
+    program = f"{command} keys --dir {tmp_path}/keys {closed} && {command} --version {closed}"
+
+    ended = subprocess.run(["sh", "-c", program], capture_output=True, timeout=60, check=False)
+
+    assert ended.returncode == 0
+    assert b"Traceback" not in ended.stderr
+    assert (tmp_path / "keys" / "server.key").exists()
+    assert (">&-" in closed.split()) == (ended.stdout == b"")
+
+
 # Keys
 
 
@@ -689,6 +712,18 @@ def test_keys_are_made_and_their_files_named(
 
     assert sorted(made + added) == sorted(str(path) for path in folder.rglob("*.*"))
     assert added == [str(folder / "alice.key"), str(folder / "allowed" / "alice.pub")]
+
+
+def test_a_key_without_a_name_replaces_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["keys", "--dir", str(tmp_path)]) == 0
+    before = (tmp_path / "server.key").read_text()
+
+    assert cli.main(["keys", "--dir", str(tmp_path), "--add", "", "--force"]) == 1
+
+    assert "'' is no name for a key" in capsys.readouterr().err
+    assert (tmp_path / "server.key").read_text() == before
 
 
 def test_keys_that_exist_are_not_replaced(

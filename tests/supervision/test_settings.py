@@ -97,6 +97,7 @@ def test_a_file_is_read_as_utf_8(file: Path) -> None:
         ("log_level = 'loud'", ["log_level is 'loud'", "debug, info"]),
         ("listen = '127.0.0.1:7500'", ["listen is '127.0.0.1:7500'", "tcp://HOST:PORT"]),
         ("listen = 'tcp://127.0.0.1'", ["listen is 'tcp://127.0.0.1'"]),
+        ("listen = 'tcp://127.0.0.1:65536'", ["65536", "at most 65535"]),
         ("listen = 'http://127.0.0.1:80'", ["listen is 'http://127.0.0.1:80'"]),
     ],
 )
@@ -115,7 +116,14 @@ def test_what_is_wrong_in_a_file_is_named_with_the_file(
 
 @pytest.mark.parametrize(
     "listen",
-    ["tcp://127.0.0.1:7500", "tcp://127.0.0.1:0", "tcp://*:*", "tcp://[::1]:7500", "ipc:///a/b"],
+    [
+        "tcp://127.0.0.1:7500",
+        "tcp://127.0.0.1:65535",
+        "tcp://127.0.0.1:0",
+        "tcp://*:*",
+        "tcp://[::1]:7500",
+        "ipc:///a/b",
+    ],
 )
 def test_endpoints_may_be_tcp_or_ipc(listen: str) -> None:
     assert load_settings(None, listen=listen).listen == listen
