@@ -19,8 +19,12 @@ from callboard.messages.requests import Accepted, Delta, RequestId
 ClientKey = bytes
 """What a client is the same by in all its sessions."""
 
-MAX_UNREAD_FRAMES = 4096
-"""Frames a client may have been given and not taken; several seconds of busy streams."""
+MAX_UNREAD_FRAMES = 16 * 1024
+"""Frames a client may have been given and not taken.
+
+One with so many requests gets as many answers at once, and Python may stand still for a second to
+collect its garbage.
+"""
 
 MAX_UNREAD_BYTES = 8 * 2**20
 
