@@ -37,8 +37,24 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 
+RELEASES = (Unpause, Resume, Step)
+"""Verbs behind which a paused tree may run."""
+
 WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 """How a request ends that has all it would have alone."""
+
+
+class Sent:
+    """A verb that was sent, and what others may have had an effect behind it."""
+
+    def __init__(self, operator: str, verb: Verb | AbortRequests, now: float) -> None:
+        self.operator = operator
+        self.verb = verb
+        self.at = now
+        self.over_at = float("inf")
+        self.crossed: list[
+            Verb | AbortRequests
+        ] = []  # of others, whose turn may come after its own
 
 
 class Checks:
@@ -53,7 +69,9 @@ class Checks:
         self._held_still = False  # between an acknowledged PAUSE and what ends it
         self._without: Suspend | None = None  # memory that may not be taken
         self._running: Counter[str] = Counter()  # forward passes under way, by process
-        self._aborts: list[list[float]] = []  # when they began, and were over
+        self._under_way: list[Sent] = []  # verbs that may have their effect yet
+        self._aborts: list[Sent] = []
+        self._answered: set[tuple[int, bytes, int]] = set()
         self._nans: list[str] = []
         self._orders: dict[str, tuple[int, int]] = {}  # of requests, when they were first seen
 
@@ -92,19 +110,30 @@ class Checks:
 
     # Verbs.
 
-    def verb_sent(self, verb: Verb | AbortRequests) -> None:
+    def verb_sent(self, operator: str, verb: Verb | AbortRequests) -> Sent:
         """An operator is about to send a verb: from now on its effects are expected."""
-        if isinstance(verb, Unpause | Resume | Step):
+        if isinstance(verb, RELEASES):
             self._held_still = False
         if isinstance(verb, Resume):
             self._without = None
+        sent = Sent(operator, verb, trio.current_time())
         if _aborts(verb):
-            self._aborts.append([trio.current_time(), float("inf")])
+            self._aborts.append(sent)
+        for other in self._of_others(operator):
+            other.crossed.append(verb)
+            sent.crossed.append(other.verb)
+        if isinstance(verb, Verb):
+            self._under_way.append(sent)
+        return sent
 
-    def verb_answered(self, verb: Verb, reply: ControlReply) -> None:
+    def verb_answered(self, sent: Sent, reply: ControlReply) -> None:
         """A verb was acknowledged, refused, or some part was late."""
+        if "root" in reply.late:  # this one has had no turn, and those before it may yet have
+            return
+        self._is_over(sent)
         if not reply.done:
             return
+        verb = sent.verb
         expected = {
             # A tree of which some part was late to suspend or resume is paused throughout.
             Pause: (State.PAUSED, State.SUSPENDED, State.SUSPENDING, State.RESUMING),
@@ -116,19 +145,39 @@ class Checks:
         }[type(verb)]
         if reply.state not in expected:
             self.broke(f"{reply.verb} was acknowledged in the state {reply.state}")
-        if isinstance(verb, Pause | Suspend | Step):
+        crossed = tuple(sent.crossed)
+        if isinstance(verb, Pause | Suspend | Step) and not _any(crossed, RELEASES):
             self._held_still = True
             for process, count in self._running.items():
                 if count:
                     self.broke(f"{reply.verb} was acknowledged with {process} in a forward pass")
-        if isinstance(verb, Suspend):
+        if isinstance(verb, Suspend) and not _any(crossed, Resume):
             self._without = verb
             self._check_memory(verb)
 
-    def verb_over(self, verb: Verb | AbortRequests, *, done: bool) -> None:
+    def question_answered(self, listener: object, peer: bytes, message_id: int) -> None:
+        """A listener answers what a peer has asked, which it does once."""
+        question = (id(listener), peer, message_id)
+        if question in self._answered:
+            self.broke(f"{peer.hex()} was answered twice")
+        self._answered.add(question)
+
+    def verb_was_not_sent(self, sent: Sent) -> None:
+        """There was nobody to send a verb to: it has no effect."""
+        if sent in self._under_way:
+            self._under_way.remove(sent)
+
+    def verb_over(self, sent: Sent, *, done: bool) -> None:
         """Nobody waits for a verb's answer any more; one that was not done may go on."""
-        if _aborts(verb) and done:
-            self._aborts[-1][1] = trio.current_time()
+        if done:
+            sent.over_at = trio.current_time()
+
+    def _is_over(self, answered: Sent) -> None:
+        """The verbs of one operator have their turns in the order in which they were sent."""
+        self._under_way = self._of_others(answered.operator)
+
+    def _of_others(self, operator: str) -> list[Sent]:
+        return [sent for sent in self._under_way if sent.operator != operator]
 
     def _check_memory(self, verb: Suspend) -> None:
         for name, runner in self._world.runners():
@@ -220,7 +269,7 @@ class Checks:
         if self._world.stopping or asked.client_closed:
             return True
         return any(
-            began <= asked.ended_at and asked.sent_at <= ended for began, ended in self._aborts
+            abort.at <= asked.ended_at and asked.sent_at <= abort.over_at for abort in self._aborts
         )
 
     def _may_fail(self, failure: Any) -> bool:
@@ -308,6 +357,10 @@ def _problems_of_output(asked: "Asked", reason: FinishReason) -> list[str]:
     if is_due and scores != prompt_scores(prompt):
         problems.append(f"has the prompt log-probs {scores}")
     return problems
+
+
+def _any(verbs: tuple[object, ...], kinds: Any) -> bool:
+    return any(isinstance(verb, kinds) for verb in verbs)
 
 
 def _aborts(verb: Verb | AbortRequests) -> bool:

@@ -3,6 +3,8 @@
 Times are in simulated seconds since the tree came up.
 """
 
+import random
+
 import msgspec
 
 from callboard.messages.control import (
@@ -20,6 +22,9 @@ from callboard.messages.control import (
 from callboard.messages.sampling import SamplingParams
 from tests.simulation.determinism import stream
 from tests.simulation.network import FAR_AWAY, NO_DELAY, SAME_ROOM
+
+SECOND = "second-operator"
+"""The name of the process of the operator who is not alone."""
 
 VOCABULARY = 200
 EOS = 199
@@ -131,11 +136,49 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     stops_at: float | None  # with everything under way; else when all has ended
     drain_s: float
     seconds: float
+    second_orders: tuple[Order, ...] = ()  # of an operator beside the first; none: there is none
 
 
 def draw(seed: int) -> Scenario:
     """Return the scenario of a seed."""
+    return with_second_operator(draw_plain(seed))
+
+
+def draw_plain(seed: int) -> Scenario:
+    """Return the scenario of a seed without what only some scenarios have on top."""
     return _Draw(seed).scenario()
+
+
+def with_second_operator(scenario: Scenario) -> Scenario:
+    """Let a second operator give orders in some scenarios, most at about the time of the first."""
+    rng = stream(scenario.seed, "second operator")
+    if rng.random() > 0.3:
+        return scenario
+    times = [rng.uniform(0.0, scenario.seconds) for _ in range(rng.choice((1, 2, 4, 8)))]
+    if scenario.orders:
+        times += [rng.choice(scenario.orders).at + rng.uniform(-0.05, 0.05) for _ in times]
+    orders = [
+        Order(at=round(max(0.0, at), 4), verb=_verb(rng), timeout_s=rng.choice((0.2, 2.0, 10.0)))
+        for at in sorted(times)
+    ]
+    return msgspec.structs.replace(
+        scenario,
+        second_orders=tuple(orders),
+        faults=(*scenario.faults, *_faults_between(rng, "root", SECOND, scenario.seconds)),
+    )
+
+
+def _faults_between(rng: random.Random, one: str, other: str, seconds: float) -> list[Fault]:
+    """Draw what goes wrong between two processes; most of the time nothing does."""
+    at = round(rng.uniform(0.0, seconds), 4)
+    kind = rng.random()
+    if kind < 0.1:
+        return [Reset(one=one, other=other, at=at)]
+    if kind < 0.2:
+        seconds = rng.choice((0.1, 1.0, 20.0))
+        one_way = rng.random() < 0.3
+        return [Partition(one=one, other=other, at=at, seconds=seconds, one_way=one_way)]
+    return []
 
 
 class _Draw:
@@ -244,43 +287,9 @@ class _Draw:
         count = rng.choice((0, 1, 2, 4, 8))
         times = sorted(self._time() for _ in range(count))
         return [
-            Order(at=at, verb=self._verb(), timeout_s=rng.choice((0.2, 2.0, 10.0, 30.0)))
+            Order(at=at, verb=_verb(rng), timeout_s=rng.choice((0.2, 2.0, 10.0, 30.0)))
             for at in times
         ]
-
-    def _verb(self) -> Verb | AbortRequests:
-        rng = self._rng
-        kind = rng.choice(
-            (
-                "pause",
-                "pause",
-                "unpause",
-                "unpause",
-                "suspend",
-                "suspend",
-                "resume",
-                "step",
-                "abort",
-            )
-        )
-        match kind:
-            case "pause":
-                mode = rng.choice(
-                    (PauseMode.KEEP, PauseMode.KEEP, PauseMode.DRAIN, PauseMode.ABORT)
-                )
-                return Pause(mode=mode, drain_s=rng.choice((0.0, 0.05, 1.0)))
-            case "unpause":
-                return Unpause()
-            case "suspend":
-                return Suspend(
-                    kv=rng.choice(tuple(KVLevel)), weights=rng.choice(tuple(WeightsLevel))
-                )
-            case "resume":
-                return Resume()
-            case "step":
-                return Step(count=rng.randint(1, 3))
-            case _:
-                return AbortRequests(all=True)
 
     # Faults.
 
@@ -347,6 +356,36 @@ class _Draw:
         others = [*clients, "operator"]
         others += [f"replica-{replica}" if self._in_processes else "root"] * 2
         return "root", rng.choice(others)
+
+
+def _verb(rng: random.Random) -> Verb | AbortRequests:
+    kind = rng.choice(
+        (
+            "pause",
+            "pause",
+            "unpause",
+            "unpause",
+            "suspend",
+            "suspend",
+            "resume",
+            "step",
+            "abort",
+        )
+    )
+    match kind:
+        case "pause":
+            mode = rng.choice((PauseMode.KEEP, PauseMode.KEEP, PauseMode.DRAIN, PauseMode.ABORT))
+            return Pause(mode=mode, drain_s=rng.choice((0.0, 0.05, 1.0)))
+        case "unpause":
+            return Unpause()
+        case "suspend":
+            return Suspend(kv=rng.choice(tuple(KVLevel)), weights=rng.choice(tuple(WeightsLevel)))
+        case "resume":
+            return Resume()
+        case "step":
+            return Step(count=rng.randint(1, 3))
+        case _:
+            return AbortRequests(all=True)
 
 
 def sorted_by_time(faults: tuple[Fault, ...]) -> list[Kill | Reset | Partition | Crash]:

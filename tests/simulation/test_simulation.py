@@ -9,7 +9,8 @@ import pytest
 
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.run import find_mutant
-from tests.simulation.world import simulate
+from tests.simulation.scenario import draw_plain
+from tests.simulation.world import play, simulate
 
 ROOT = Path(__file__).parents[2]
 SEEDS_AT_ONCE = 20
@@ -28,12 +29,12 @@ BROKE_ONCE = {
     2850: "a verb was obeyed before one that had come to the root earlier",
     3179: "a verb was obeyed before one that had come to the replica earlier",
 }
-"""Seeds, and what went wrong in them."""
+"""Seeds of plain scenarios, and what went wrong in them."""
 
 
 @pytest.mark.parametrize("seed", BROKE_ONCE)
 def test_a_seed_that_once_broke_a_promise_keeps_it(seed: int) -> None:
-    assert simulate(seed).broken == []
+    assert play(draw_plain(seed)).broken == []
 
 
 @pytest.mark.parametrize("name", sorted(MUTANTS))

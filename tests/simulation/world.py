@@ -28,17 +28,10 @@ from callboard.actors.coordinator import GRACE_S
 from callboard.actors.mailbox import Letter
 from callboard.actors.ref import current_cell
 from callboard.actors.routing import Routing
-from callboard.actors.session import PING_INTERVAL_S, SILENCE_LIMIT_S
+from callboard.actors.session import PING_INTERVAL_S, SILENCE_LIMIT_S, Listener
 from callboard.actors.system import ActorSystem, Timers
 from callboard.messages.base import Message
-from callboard.messages.control import (
-    AbortRequests,
-    Resume,
-    State,
-    Stop,
-    Unpause,
-    Verb,
-)
+from callboard.messages.control import Resume, State, Stop, Unpause
 from callboard.messages.errors import CallboardError
 from callboard.messages.sampling import SamplingParams
 from callboard.supervision import replica as replica_module
@@ -46,7 +39,7 @@ from callboard.supervision.app import SUPERVISOR_SHUTDOWN_S, ReplicaParts, repli
 from callboard.supervision.root import Address
 from callboard.supervision.settings import Settings
 from tests.simulation.checks import Checks
-from tests.simulation.clients import COORDINATOR, Client, SimEngine, open_sim_engine
+from tests.simulation.clients import COORDINATOR, Client
 from tests.simulation.determinism import determined, new_clock, stream
 from tests.simulation.device import (
     Codec,
@@ -59,6 +52,7 @@ from tests.simulation.device import (
 )
 from tests.simulation.log import EventLog
 from tests.simulation.network import SimNetwork
+from tests.simulation.operators import Operator
 from tests.simulation.processes import (
     ChildProcess,
     Process,
@@ -69,11 +63,13 @@ from tests.simulation.processes import (
 )
 from tests.simulation.scenario import (
     EOS,
+    SECOND,
     VOCABULARY,
     Crash,
     DeviceFault,
     Fault,
     Kill,
+    Order,
     Partition,
     Reset,
     Scenario,
@@ -163,8 +159,8 @@ class World:
         self.faulty = False  # whether faults may happen now
         self._hangs_until = 0.0
         self._clients: list[Client] = []
-        self._root_ended = trio.Event()
-        self._operator: SimEngine
+        self.root_ended = trio.Event()
+        self._operators: list[Operator] = []
 
     # The run.
 
@@ -182,7 +178,9 @@ class World:
     async def _start(self) -> None:
         with trio.fail_after(START_LIMIT_S):
             await self.nursery.start(self._run_root)
-            await self.nursery.start(self._run_operator)
+            await self._open_operator("operator", self.scenario.orders)
+            if self.scenario.second_orders:
+                await self._open_operator(SECOND, self.scenario.second_orders)
         self._began = trio.current_time()
 
     async def _play(self) -> None:
@@ -196,12 +194,20 @@ class World:
         for fault in scenario.faults:
             if not isinstance(fault, DeviceFault) and fault.at is not None:
                 self.nursery.start_soon(self._happen_at, fault, fault.at)
+        first, *others = self._operators
+        for other in others:
+            self.nursery.start_soon(other.give_orders)
         with trio.move_on_after(scenario.seconds):
-            await self._give_orders()
+            await first.give_orders()
             await trio.sleep_forever()
         if scenario.stops_at is not None:
             self.stopping = True
-            await self._order(Stop(drain_s=scenario.drain_s), 5.0)
+            await first.order(Stop(drain_s=scenario.drain_s), 5.0)
+
+    async def _open_operator(self, name: str, orders: tuple[Order, ...]) -> None:
+        operator = Operator(self, self._process(name), orders)
+        self._operators.append(operator)
+        await self.nursery.start(operator.run)
 
     async def _recover(self) -> None:
         """Faults are over: whatever was asked for has to end."""
@@ -210,11 +216,15 @@ class World:
         self.log("", "heals")
         await trio.sleep_until(self._hangs_until)
         await trio.sleep(self.rng.choice((0.0, 0.5)) if self._was_calm else SILENCE_S)
+        first, *others = self._operators
+        for other in others:
+            await other.is_done.wait()
         if self.stopping:
-            await self._insist(Stop(drain_s=self.scenario.drain_s))
+            await first.insist(Stop(drain_s=self.scenario.drain_s))
         else:
-            await self._insist(Resume())
-            await self._insist(Unpause())
+            for operator in (*others, first):  # an answer says that nothing earlier is under way
+                await operator.insist(Resume())
+            await first.insist(Unpause())
         with trio.move_on_after(RECOVERY_LIMIT_S) as scope:
             for client in self._clients:
                 await client.asked_all.wait()
@@ -228,9 +238,9 @@ class World:
             self.checks.check_tables()
         self.checks.check_requests()
         self.stopping = True
-        await self._insist(Stop())
+        await self._operators[0].insist(Stop())
         with trio.move_on_after(SUPERVISOR_SHUTDOWN_S) as scope:
-            await self._root_ended.wait()
+            await self.root_ended.wait()
         if scope.cancelled_caught:
             self.checks.broke("root did not end after STOP")
         self.over.set()
@@ -239,7 +249,7 @@ class World:
         params = SamplingParams(temperature=0.0, max_tokens=3)
         with trio.move_on_after(RECOVERY_LIMIT_S) as scope:
             try:
-                [answer] = await self._operator.generate([[7, 8, 9]], params)
+                [answer] = await self._operators[0].engine.generate([[7, 8, 9]], params)
             except CallboardError as error:
                 self.checks.broke(f"a request at the end failed: {error}")
                 return
@@ -293,7 +303,7 @@ class World:
                 self.checks.broke(f"root has ended: {exited.failure} {top.start_failure}")
 
         await process.run(main)
-        self._root_ended.set()
+        self.root_ended.set()
 
     def _settings(self) -> Settings:
         scenario = self.scenario
@@ -353,57 +363,6 @@ class World:
             for device in process.devices.values()
         ]
         return [(device.name, device.runner) for device in devices if device.runner is not None]
-
-    # The operator.
-
-    async def _run_operator(self, task_status: trio.TaskStatus[None]) -> None:
-        process = self._process("operator")
-
-        async def main(system: ActorSystem) -> None:
-            async with trio.open_nursery() as nursery:
-                self._operator = await open_sim_engine(system, process, nursery)
-                task_status.started()
-                await self.over.wait()
-                self._operator._close()
-                nursery.cancel_scope.cancel("it is over")
-
-        await process.run(main)
-
-    async def _give_orders(self) -> None:
-        for order in self.scenario.orders:
-            await self.until(order.at)
-            await self._order(order.verb, order.timeout_s)
-
-    async def _order(self, verb: Verb | AbortRequests, timeout_s: float) -> bool:
-        """Give an order; returns whether it was carried out."""
-        self.log("operator", "orders", verb)
-        self.checks.verb_sent(verb)
-        began = trio.current_time()
-        done = False
-        with trio.move_on_after(timeout_s + 1.0) as scope:
-            try:
-                if isinstance(verb, AbortRequests):
-                    await self._operator._ask(verb, timeout_s)
-                    done = True
-                else:
-                    reply = await self._operator.ask_tree(verb, timeout_s)
-                    self.log("operator", "is told", reply)
-                    self.checks.verb_answered(verb, reply)
-                    done = reply.done
-            except CallboardError as error:
-                self.log("operator", "is told", f"{type(error).__name__}: {error}")
-        if scope.cancelled_caught or trio.current_time() - began > timeout_s + 0.01:
-            self.checks.broke(f"{verb} was not answered in {timeout_s:g} s")
-        self.checks.verb_over(verb, done=done)
-        return done
-
-    async def _insist(self, verb: Verb) -> None:
-        """Give an order until it is carried out, which has to be soon."""
-        for _ in range(5):
-            if self._root_ended.is_set() or await self._order(verb, 60.0):
-                return
-            await trio.sleep(1.0)
-        self.checks.broke(f"{type(verb).__name__} was not carried out")
 
     # Faults.
 
@@ -489,10 +448,11 @@ class World:
     @contextmanager
     def _patched(self) -> Iterator[None]:
         """Put the simulation where the product meets the operating system, and look on."""
-        handle, root_cause, replica_left = (
+        handle, root_cause, replica_left, answer = (
             Cell._handle,
             actor_module._root_cause,
             Routing.replica_left,
+            Listener.answer,
         )
 
         async def watched_handle(cell: Cell, actor: Actor[Any], letter: Letter) -> None:
@@ -512,11 +472,16 @@ class World:
             self.checks.losses += bool(lost[0] or lost[1])
             return lost
 
+        def counted_answer(listener: Listener, peer: bytes, message_id: int, value: object) -> bool:
+            self.checks.question_answered(listener, peer, message_id)
+            return answer(listener, peer, message_id, value)
+
         logger = logging.getLogger("callboard")
         with (
             patch.object(Cell, "_handle", watched_handle),
             patch.object(actor_module, "_root_cause", watched_cause),
             patch.object(Routing, "replica_left", counted_loss),
+            patch.object(Listener, "answer", counted_answer),
             patch.object(executor_module, "DeviceThread", make_thread),
             patch.object(trio.lowlevel, "open_process", self._open_process),
             patch.object(replica_module, "_end_of_input", end_of_input),
