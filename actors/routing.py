@@ -401,7 +401,7 @@ def repeats(submit: Submit, ended: Ended) -> bool:
 def _fingerprint(submit: Submit) -> bytes:
     # The seed is drawn by a replica, and the client says it when it submits again.
     params = msgspec.structs.replace(submit.params, seed=None)
-    said = encode_body((submit.prompt, params, submit.priority))
+    said = encode_body((submit.prompt, params, submit.priority, submit.number))
     return blake2b(said, digest_size=16).digest()
 
 

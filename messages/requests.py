@@ -66,7 +66,9 @@ class Submit(Message, frozen=True):
     """Client → coordinator → replica: please run this; answered by Accepted or Refused.
 
     A client that says it again in a new session, with what it has, goes on with the request that is
-    open; within a session that changes nothing. Other content under an open id is refused.
+    open; within a session that changes nothing. Other content under an open id is refused. An id
+    can be used again once its request has ended; a client that does so counts its requests, lest
+    what a lost session leaves untold of the earlier one be taken for the answer to the later.
     """
 
     request_id: RequestId
@@ -75,6 +77,7 @@ class Submit(Message, frozen=True):
     priority: int = 0  # smaller runs earlier
     timeout_s: float | None = None  # from acceptance to the terminal delta
     delivered: TokenIds = b""  # tokens the client already has
+    number: int = 0  # the client's own, which stays the same when it says a request again
 
 
 class Enqueue(Message, frozen=True):

@@ -105,7 +105,7 @@ class Engine:
     def __init__(self, system: ActorSystem, network: Network, endpoint: str) -> None:
         self._system = system
         self._network = network
-        self._ids = itertools.count(1)
+        self._numbers = itertools.count(1)
         self._prefix = secrets.token_hex(4)
         self._streams: dict[str, RequestStream] = {}
         self._thread = threading.get_ident()
@@ -396,12 +396,14 @@ class Engine:
         timeout_s: float | None = None,
         **options: Any,
     ) -> Submit:
+        number = next(self._numbers)
         submit = Submit(
-            request_id=f"{self._prefix}-{next(self._ids)}" if request_id is None else request_id,
+            request_id=f"{self._prefix}-{number}" if request_id is None else request_id,
             prompt=as_prompt(prompt),
             params=as_params(params, options),
             priority=priority,
             timeout_s=timeout_s,
+            number=number,
         )
         return checked(submit)
 

@@ -929,6 +929,21 @@ async def test_an_end_that_a_client_has_read_is_not_told_to_the_next_request_of_
     assert client.output["r"] == [66]
 
 
+async def test_the_same_request_made_once_more_is_not_told_how_the_one_before_has_ended(
+    stage: Stage,
+) -> None:
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r", number=1)
+    await replica.send(replica.given[0], 0, finish=FinishReason.ABORT)
+    lose(stage, client)
+    await come_back(client)
+    client.ends.clear()
+    await client.submit("r", number=2)
+    assert client.ends == {}
+    await replica.send(replica.given[1], 0, 66, finish=FinishReason.STOP)
+    assert client.ended(FinishReason.STOP) == ["r"]
+
+
 @pytest.mark.parametrize("told", [0, 1])
 async def test_a_request_that_goes_on_is_not_told_what_an_earlier_one_of_its_id_had(
     stage: Stage, told: int

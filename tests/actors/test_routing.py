@@ -508,6 +508,7 @@ def test_a_request_is_told_from_another_by_all_but_what_changes_on_the_way() -> 
         {"params": SamplingParams(seed=6)},
         {"params": SamplingParams(max_tokens=2)},
         {"priority": 1},
+        {"number": 1},
     ]
     for fields in others:
         assert not repeats(submit(**fields), same)

@@ -404,6 +404,22 @@ async def test_an_id_can_be_used_again_when_its_request_has_ended(engine: Engine
             assert (await stream.completion()).id == "mine"
 
 
+async def test_a_request_made_once_more_under_its_id_does_not_end_as_the_one_before(
+    engine: Engine,
+) -> None:
+    async with engine.submit([5], max_tokens=200, request_id="mine") as first:
+        async for _ in first:
+            break
+    engine._connection._lose("on purpose")
+    engine._connection._say_hello()
+
+    async with engine.submit([5], max_tokens=200, request_id="mine") as second:
+        answer = await second.completion()
+
+    assert first.finish_reason is FinishReason.ABORT
+    assert answer.finish_reason is FinishReason.LENGTH
+
+
 async def test_generate_raises_the_first_error_plain_and_aborts_the_others(
     engine: Engine,
 ) -> None:
