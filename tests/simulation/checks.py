@@ -230,6 +230,8 @@ class Checks:
         problems = list(asked.problems)
         if asked.client_died:
             return problems
+        if asked.num_clashes and not asked.ran_again and not self._is_disturbed(asked):
+            problems.append("has seen no refusal of another request under its id")
         if not asked.stream.has_ended:  # who has left waits for the end for some seconds only
             return problems if asked.left else [*problems, "has not ended"]
         reason = asked.stream.finish_reason
@@ -239,6 +241,13 @@ class Checks:
         if reason not in WHOLE:
             problems += self._problems_of_end(asked, reason)
         return problems
+
+    def _is_disturbed(self, asked: "Asked") -> bool:
+        """Whether what a client says, or is answered, may have been lost."""
+        world = self._world
+        return bool(
+            world.stopping or asked.client_closed or world.has_reset or world.scenario.faults
+        )
 
     def _problems_of_end(self, asked: "Asked", reason: FinishReason) -> list[str]:
         match reason:
@@ -260,6 +269,8 @@ class Checks:
             return []
         if asked.accepted:
             return [f"was accepted and then lost: {failure}"]
+        if asked.may_be_refused_for_its_id and "in use" in failure.message:
+            return []
         num_tokens = len(asked.prompt) + (asked.params.max_tokens or 0)
         is_too_long = num_tokens > self._world.scenario.room.max_model_len
         fine = is_too_long and failure.code == "SequenceOverflow"

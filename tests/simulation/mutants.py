@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import msgspec
 
+from callboard.actors import coordinator as coordinator_module
 from callboard.actors.clients import Client
 from callboard.actors.coordinator import Coordinator
 from callboard.actors.executor import Executor
@@ -29,6 +30,7 @@ from callboard.messages.requests import (
     Submit,
 )
 from callboard.messages.steps import DropRows, RunStep
+from callboard.supervision.engine import Engine
 from callboard.supervision.lifecycle import Desired
 from callboard.supervision.process import ReplicaProcess
 from callboard.supervision.root import Root
@@ -150,6 +152,23 @@ def does_not_give_out_again() -> Replacement:
         return again, hopeless
 
     return Routing, "replica_left", replica_left
+
+
+@mutant(seed=18)
+def takes_any_request_of_an_open_id_for_the_open_one() -> Replacement:
+    """Another request under an open id is not refused."""
+    return coordinator_module, "repeats", lambda submit, ended: True
+
+
+@mutant(seed=442)
+def takes_a_request_for_the_one_before_it() -> Replacement:
+    """The same request under an id that is used again ends as the earlier one did."""
+    original = Engine._request
+
+    def request(engine: Engine, *args: Any, **options: Any) -> Submit:
+        return msgspec.structs.replace(original(engine, *args, **options), number=0)
+
+    return Engine, "_request", request
 
 
 # Scheduling.

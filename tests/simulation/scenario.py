@@ -51,6 +51,11 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None
     leave_after_tokens: int | None = None
     cancel_after_s: float | None = None
+    request_id: str | None = None  # None: one of the engine's
+    followers: tuple["Ask", ...] = ()  # under its id, each `at` seconds behind the end before it
+    repeated_after_s: float | None = None  # submitted again while it is open
+    reset_after_s: float | None = None  # when its client's connection is reset once it was made
+    clashes_after_s: float | None = None  # another is submitted under its id while it is open
 
 
 class ClientPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,7 +146,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
 def draw(seed: int) -> Scenario:
     """Return the scenario of a seed."""
-    return with_second_operator(draw_plain(seed))
+    return with_ids_used_again(with_second_operator(draw_plain(seed)))
 
 
 def draw_plain(seed: int) -> Scenario:
@@ -166,6 +171,41 @@ def with_second_operator(scenario: Scenario) -> Scenario:
         second_orders=tuple(orders),
         faults=(*scenario.faults, *_faults_between(rng, "root", SECOND, scenario.seconds)),
     )
+
+
+def with_ids_used_again(scenario: Scenario) -> Scenario:
+    """Let clients use ids again, of requests that have ended and of open ones, in some scenarios.
+
+    The ids are their own, and the same for all clients.
+    """
+    rng = stream(scenario.seed, "ids used again")
+    if rng.random() > 0.3:
+        return scenario
+    clients = []
+    for plan in scenario.clients:
+        asks = [_used_again(rng, ask, plan, f"id-{number}") for number, ask in enumerate(plan.asks)]
+        clients.append(msgspec.structs.replace(plan, asks=tuple(asks)))
+    return msgspec.structs.replace(scenario, clients=tuple(clients))
+
+
+def _used_again(rng: random.Random, ask: Ask, plan: ClientPlan, request_id: str) -> Ask:
+    kind = rng.random()
+    if ask.n > 1 or kind < 0.3:
+        return ask
+    if kind < 0.5:
+        return msgspec.structs.replace(ask, repeated_after_s=rng.uniform(0.0, 0.3))
+    if kind < 0.7:
+        return msgspec.structs.replace(ask, clashes_after_s=rng.uniform(0.0, 0.3))
+    others = [ask, *(other for other in plan.asks if other.n == 1)]  # itself twice as often
+    followers = [
+        msgspec.structs.replace(
+            rng.choice(others),
+            at=rng.choice((0.0, 0.0, 0.01, 0.3)),
+            reset_after_s=rng.uniform(0.0, 0.01) if rng.random() < 0.2 else None,
+        )
+        for _ in range(rng.choice((1, 1, 2, 3)))
+    ]
+    return msgspec.structs.replace(ask, request_id=request_id, followers=tuple(followers))
 
 
 def _faults_between(rng: random.Random, one: str, other: str, seconds: float) -> list[Fault]:

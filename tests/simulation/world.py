@@ -157,6 +157,7 @@ class World:
             if isinstance(fault, Crash) and fault.at is None
         }
         self.faulty = False  # whether faults may happen now
+        self.has_reset = False  # whether a client was cut off when it used an id again
         self._hangs_until = 0.0
         self._clients: list[Client] = []
         self.root_ended = trio.Event()
@@ -262,7 +263,9 @@ class World:
     def _was_calm(self) -> bool:
         """Whether nobody has to be given up for his silence."""
         partings = any(isinstance(fault, Partition | Reset) for fault in self.scenario.faults)
-        return not partings and all(plan.dies_at is None for plan in self.scenario.clients)
+        return not (partings or self.has_reset) and all(
+            plan.dies_at is None for plan in self.scenario.clients
+        )
 
     # Processes.
 
@@ -386,6 +389,14 @@ class World:
                     self.network.heal()
             case _:
                 raise AssertionError(fault)
+
+    async def reset_after(self, name: str, seconds: float) -> None:
+        """Reset the connections between a process and root some time from now."""
+        await trio.sleep(seconds)
+        if self.faulty:
+            self.log("", "fault", f"{name} is cut off")
+            self.network.cut("root", name)
+            self.has_reset = True
 
     def crash(self, name: str) -> None:
         """Let the present life of an actor fail between two of its steps."""
