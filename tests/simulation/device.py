@@ -237,7 +237,18 @@ class Device:
         if not world.faulty:
             return None
         number = world.count_step(self.replica)
-        return next((fault for fault in self._faults if fault.step == number), None)
+        faults = (fault for fault in self._faults if fault.kind != "load")
+        return next((fault for fault in faults if fault.step == number), None)
+
+    def load_weights(self) -> None:
+        """Weights are loaded; raises OutOfDeviceMemory when the scenario says so."""
+        self.load()
+        world = self.process.world
+        number = world.count_load(self.replica)
+        for fault in self._faults:
+            if fault.kind == "load" and world.may_fail_to_load(fault, number):
+                world.weights_do_not_load(fault)
+                raise OutOfDeviceMemory("out of memory: tried to allocate the weights")
 
     def load(self) -> None:
         """Something is loaded or allocated, which takes its time."""
@@ -266,7 +277,7 @@ class SimRunner(ScriptedRunner):
         """Pretend to load, where that is allowed."""
         if not self.loaded:
             self._device.process.world.checks.takes_weights(self._device.name)
-            self._device.load()
+            self._device.load_weights()
         super().load()
 
     def allocate(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import msgspec
+import trio
 
 from callboard.actors import coordinator as coordinator_module
 from callboard.actors.clients import Client
@@ -340,6 +341,20 @@ def restarts_running_what_is_paused() -> Replacement:
         return desired if isinstance(verb, Pause) else original(desired, verb)
 
     return Desired, "after", after
+
+
+@mutant(seed=113)
+def repairs_nothing_before_all_are_up() -> Replacement:
+    """A child that fails while the next ones start, which may rely on it, has to wait for them."""
+    original = Supervisor.start_children
+
+    async def start_children(supervisor: Supervisor) -> None:
+        repair = supervisor._repair
+        supervisor._repair = trio.sleep_forever  # type: ignore[method-assign]
+        await original(supervisor)
+        supervisor.spawn(repair)
+
+    return Supervisor, "start_children", start_children
 
 
 @mutant(seed=0)

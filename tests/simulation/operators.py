@@ -20,6 +20,7 @@ class Operator:
 
     def __init__(self, world: "World", process: "Process", orders: tuple[Order, ...]) -> None:
         self.engine: SimEngine
+        self.is_connected = trio.Event()
         self.is_done = trio.Event()  # whether all its orders have been answered
         self._world = world
         self._process = process
@@ -30,16 +31,28 @@ class Operator:
 
         async def main(system: ActorSystem) -> None:
             async with trio.open_nursery() as nursery:
-                self.engine = await open_sim_engine(system, self._process, nursery)
-                task_status.started()
-                await self._world.over.wait()
-                self.engine._close()
+                if await self._connect(system, nursery):
+                    self.is_connected.set()
+                    task_status.started()
+                    await self._world.over.wait()
+                    self.engine._close()
                 nursery.cancel_scope.cancel("it is over")
 
         await self._process.run(main)
 
+    async def _connect(self, system: ActorSystem, nursery: trio.Nursery) -> bool:
+        try:
+            self.engine = await open_sim_engine(system, self._process, nursery)
+        except Unreachable:
+            if self._world.stopping:
+                return False  # it came too late
+            raise
+        return True
+
     async def give_orders(self) -> None:
         """Give the scenario's orders, each when its time has come and the one before is over."""
+        if not self.is_connected.is_set():
+            await self.is_connected.wait()
         for order in self._orders:
             await self._world.until(order.at)
             await self.order(order.verb, order.timeout_s)

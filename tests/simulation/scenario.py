@@ -88,8 +88,9 @@ class DeviceFault(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     replica: int
     step: int
-    kind: str  # error, error_behind, out_of_memory, hang, nan
+    kind: str  # error, error_behind, out_of_memory, hang, nan; load: it is that of weights
     killed_after_s: float = 0.0  # how long a hanging one is watched
+    for_good: bool = False  # from then on no load goes well, also when other faults are over
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -142,11 +143,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float
     seconds: float
     second_orders: tuple[Order, ...] = ()  # of an operator beside the first; none: there is none
+    from_the_start: bool = False  # times count, and faults happen, from before the tree is up
 
 
 def draw(seed: int) -> Scenario:
     """Return the scenario of a seed."""
-    return with_ids_used_again(with_second_operator(draw_plain(seed)))
+    return with_faults_at_the_start(with_ids_used_again(with_second_operator(draw_plain(seed))))
 
 
 def draw_plain(seed: int) -> Scenario:
@@ -206,6 +208,49 @@ def _used_again(rng: random.Random, ask: Ask, plan: ClientPlan, request_id: str)
         for _ in range(rng.choice((1, 1, 2, 3)))
     ]
     return msgspec.structs.replace(ask, request_id=request_id, followers=tuple(followers))
+
+
+def with_faults_at_the_start(scenario: Scenario) -> Scenario:
+    """Let everything begin, and go wrong, while the tree starts, in some scenarios."""
+    rng = stream(scenario.seed, "faults at the start")
+    if rng.random() > 0.2:
+        return scenario
+    faults = [_fault_at_the_start(rng, scenario) for _ in range(rng.choice((1, 1, 2, 3)))]
+    return msgspec.structs.replace(
+        scenario, from_the_start=True, faults=(*scenario.faults, *faults)
+    )
+
+
+def _fault_at_the_start(rng: random.Random, scenario: Scenario) -> Fault:
+    replica = rng.randrange(scenario.replicas)
+    at = round(rng.uniform(0.0, rng.choice((0.1, 0.5, 1.0))), 4)
+    kind = rng.random()
+    if kind < 0.1:
+        step = rng.choice((1, 2, 2, 3))
+        return DeviceFault(replica=replica, step=step, kind="load", for_good=rng.random() < 0.4)
+    if kind < 0.2:
+        return Kill(replica=replica, at=at)
+    if kind < 0.6:
+        part = rng.choice(("", "/scheduler", "/device", "/kv_allocator", "/tokenizer", "/link"))
+        name = rng.choice(("coordinator", "metrics", *[f"replica-{replica}{part}"] * 4))
+        by_message = rng.random() < 0.5
+        return Crash(
+            name=name,
+            message=rng.randint(1, 8) if by_message else 0,
+            behind=rng.random() < 0.5,
+            at=None if by_message else at,
+        )
+    clients = [f"client-{index}" for index in range(len(scenario.clients))]
+    other = rng.choice((*clients, "operator", *[f"replica-{replica}"] * 4))
+    if kind < 0.8:
+        return Reset(one="root", other=other, at=at)
+    return Partition(
+        one="root",
+        other=other,
+        at=at,
+        seconds=rng.choice((0.1, 1.0, 20.0)),
+        one_way=rng.random() < 0.3,
+    )
 
 
 def _faults_between(rng: random.Random, one: str, other: str, seconds: float) -> list[Fault]:

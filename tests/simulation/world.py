@@ -10,7 +10,7 @@ import signal
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -69,7 +69,6 @@ from tests.simulation.scenario import (
     DeviceFault,
     Fault,
     Kill,
-    Order,
     Partition,
     Reset,
     Scenario,
@@ -78,6 +77,7 @@ from tests.simulation.scenario import (
 
 START_LIMIT_S = 100.0
 RECOVERY_LIMIT_S = 300.0
+GIVE_UP_LIMIT_S = 2_000.0
 SILENCE_S = SILENCE_LIMIT_S + 2 * PING_INTERVAL_S + GRACE_S
 """Longer than anybody believes in a peer that says nothing, or keeps what it has open."""
 
@@ -149,6 +149,7 @@ class World:
         self._began = 0.0
         self._lives: Counter[str] = Counter()
         self._steps: Counter[int] = Counter()  # forward passes of each replica
+        self._loads: Counter[int] = Counter()  # of each replica's weights
         self._handled: Counter[str] = Counter()  # messages of each actor
         self._num_handled = 0
         self._crashes = {
@@ -161,6 +162,9 @@ class World:
         self._hangs_until = 0.0
         self._clients: list[Client] = []
         self.root_ended = trio.Event()
+        self._root_started = trio.Event()
+        self._may_not_start = False  # whether a fault has hit a part that was just starting
+        self._is_doomed = False  # whether a device cannot be restarted any more
         self._operators: list[Operator] = []
 
     # The run.
@@ -177,17 +181,32 @@ class World:
                 self.nursery.cancel_scope.cancel("it is over")
 
     async def _start(self) -> None:
+        """Start root and the operators, and wait for them if that is to be undisturbed."""
+        if self.scenario.from_the_start:
+            self._begin()
+        names = ["operator", SECOND] if self.scenario.second_orders else ["operator"]
+        orders = (self.scenario.orders, self.scenario.second_orders)
         with trio.fail_after(START_LIMIT_S):
-            await self.nursery.start(self._run_root)
-            await self._open_operator("operator", self.scenario.orders)
-            if self.scenario.second_orders:
-                await self._open_operator(SECOND, self.scenario.second_orders)
+            await self._launch(self._run_root)
+            for name, its in zip(names, orders, strict=False):
+                self._operators.append(Operator(self, self._process(name), its))
+                await self._launch(self._operators[-1].run)
+        if not self.scenario.from_the_start:
+            self._begin()
+
+    async def _launch(self, program: Callable[..., Any]) -> None:
+        if self.scenario.from_the_start:
+            self.nursery.start_soon(program)
+        else:
+            await self.nursery.start(program)
+
+    def _begin(self) -> None:
         self._began = trio.current_time()
+        self.log("", "begins")
+        self.faulty = True
 
     async def _play(self) -> None:
         scenario = self.scenario
-        self.log("", "begins")
-        self.faulty = True
         for index, plan in enumerate(scenario.clients):
             client = Client(self, self._process(f"client-{index}"), plan)
             self._clients.append(client)
@@ -201,14 +220,9 @@ class World:
         with trio.move_on_after(scenario.seconds):
             await first.give_orders()
             await trio.sleep_forever()
-        if scenario.stops_at is not None:
+        if scenario.stops_at is not None and first.is_connected.is_set():
             self.stopping = True
             await first.order(Stop(drain_s=scenario.drain_s), 5.0)
-
-    async def _open_operator(self, name: str, orders: tuple[Order, ...]) -> None:
-        operator = Operator(self, self._process(name), orders)
-        self._operators.append(operator)
-        await self.nursery.start(operator.run)
 
     async def _recover(self) -> None:
         """Faults are over: whatever was asked for has to end."""
@@ -217,9 +231,13 @@ class World:
         self.log("", "heals")
         await trio.sleep_until(self._hangs_until)
         await trio.sleep(self.rng.choice((0.0, 0.5)) if self._was_calm else SILENCE_S)
+        if self.scenario.from_the_start:
+            await self._wait_for_the_start()
+        if self._is_doomed:
+            await self._wait_for_the_end()
         first, *others = self._operators
         for other in others:
-            await other.is_done.wait()
+            await self._unless_root_ends(other.is_done)
         if self.stopping:
             await first.insist(Stop(drain_s=self.scenario.drain_s))
         else:
@@ -231,6 +249,33 @@ class World:
                 await client.asked_all.wait()
         if scope.cancelled_caught:
             self.checks.broke(f"requests have not ended in {RECOVERY_LIMIT_S:g} s")
+
+    async def _wait_for_the_start(self) -> None:
+        """A tree that started under faults is up soon, or has ended and told everybody."""
+        with trio.move_on_after(START_LIMIT_S) as scope:
+            await self._unless_root_ends(self._root_started)
+            for operator in self._operators:
+                await self._unless_root_ends(operator.is_connected)
+        if scope.cancelled_caught:
+            self.checks.broke(f"the tree has not started in {START_LIMIT_S:g} s")
+
+    async def _wait_for_the_end(self) -> None:
+        """What no restart repairs goes up from level to level, to the end of root."""
+        with trio.move_on_after(GIVE_UP_LIMIT_S) as scope:
+            await self.root_ended.wait()
+        if scope.cancelled_caught:
+            self.checks.broke(f"root has not given up in {GIVE_UP_LIMIT_S:g} s")
+
+    async def _unless_root_ends(self, event: trio.Event) -> None:
+        async with trio.open_nursery() as nursery:
+
+            async def give_up() -> None:
+                await self.root_ended.wait()
+                nursery.cancel_scope.cancel("root has ended")
+
+            nursery.start_soon(give_up)
+            await event.wait()
+            nursery.cancel_scope.cancel("it has happened")
 
     async def _end(self) -> None:
         if not self.stopping:
@@ -274,7 +319,9 @@ class World:
         process = self.processes[name] = Process(self, name, self._lives[name])
         return process
 
-    async def _run_root(self, task_status: trio.TaskStatus[None]) -> None:
+    async def _run_root(
+        self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
         process = self._process("root")
 
         async def main(system: ActorSystem) -> None:
@@ -295,6 +342,7 @@ class World:
 
             async def announce() -> None:
                 await top.started.wait()
+                self._root_started.set()
                 task_status.started()
 
             async with trio.open_nursery() as nursery:
@@ -302,7 +350,11 @@ class World:
                 nursery.start_soon(announce)
                 exited = await cell.run(lambda: top, stop_timeout=SUPERVISOR_SHUTDOWN_S)
                 nursery.cancel_scope.cancel("root has ended")
-            if exited.failure is not None or not self.stopping:
+            failure = top.start_failure or exited.failure
+            if self._is_doomed or (top.start_failure is not None and self._may_not_start):
+                self.log("root", "gives up", str(failure))
+                self.stopping = True
+            elif exited.failure is not None or not self.stopping:
                 self.checks.broke(f"root has ended: {exited.failure} {top.start_failure}")
 
         await process.run(main)
@@ -406,8 +458,32 @@ class World:
             if process.alive and process.system is not None and name in process.system.cells
         ]
         for cell in cells[-1:]:
-            if cell.actor is not None and cell.state is not State.STARTING:
+            if cell.actor is None or (cell.state is State.STARTING and self._is_up):
+                continue
+            self._note_victim(cell)
+            with suppress(RuntimeError):  # it is ending already
                 cell.nursery.start_soon(_fail)
+
+    @property
+    def _is_up(self) -> bool:
+        """Whether the tree has been up; before that, a part that fails to start is one too many."""
+        return self._root_started.is_set()
+
+    def _note_victim(self, cell: Cell) -> None:
+        if cell.state is State.STARTING and not self._is_up:
+            self._may_not_start = True
+
+    def may_fail_to_load(self, fault: DeviceFault, number: int) -> bool:
+        """Whether this load of weights is one that goes wrong."""
+        if fault.for_good:
+            return number >= fault.step and (self.faulty or self._is_doomed)
+        return number == fault.step and self.faulty
+
+    def weights_do_not_load(self, fault: DeviceFault) -> None:
+        """A device has not the memory for its weights."""
+        self.log(f"replica-{fault.replica}", "fault", "weights do not load")
+        self._may_not_start = self._may_not_start or not self._is_up
+        self._is_doomed = self._is_doomed or fault.for_good
 
     def kill_replica(self, number: int) -> None:
         """Kill a replica's process, or its supervisor where it has none."""
@@ -415,6 +491,9 @@ class World:
         if not self.scenario.in_processes:
             self.crash(name)
         elif name in self.processes:
+            root = self.processes["root"].system
+            assert root is not None
+            self._note_victim(root.cells[name])
             self.processes[name].kill()
 
     def watch_hanging(self, number: int, fault: DeviceFault) -> None:
@@ -439,6 +518,11 @@ class World:
         """Count a forward pass of a replica; returns its number."""
         self._steps[number] += 1
         return self._steps[number]
+
+    def count_load(self, number: int) -> int:
+        """Count a load of a replica's weights; returns its number."""
+        self._loads[number] += 1
+        return self._loads[number]
 
     def is_expected(self, error: BaseException) -> bool:
         """Whether an actor may fail of this."""
