@@ -733,11 +733,14 @@ class Connection(_Speaker):
         """Wait for the handshake. Raises Unreachable, or why the server does not welcome us.
 
         That may be ProtocolMismatch, AccessDenied, TooManyPeers or NameInUse; try again then.
+        Raises ActorStopped when the connection is closed, be it meanwhile.
         """
-        if self._refusal is None:
+        if self._refusal is None and not self._closed:
             with trio.move_on_after(timeout) as self._handshake:
                 await self._port.send(self._hello())
                 await self._welcomed.wait()
+        if self._closed:
+            raise self._was_closed()
         if self._refusal is not None:
             refusal, self._refusal, self._welcomed = self._refusal, None, trio.Event()
             raise refusal
@@ -780,8 +783,12 @@ class Connection(_Speaker):
             self._say(Bye())
         self._present = False
         self._flow.wake()
-        self.asks.fail_all(ActorStopped(f"the connection to {self.endpoint} was closed"))
+        self._handshake.cancel("the connection is closed")
+        self.asks.fail_all(self._was_closed())
         self._port.close()
+
+    def _was_closed(self) -> ActorStopped:
+        return ActorStopped(f"the connection to {self.endpoint} was closed")
 
     async def _heed_refusals(self) -> None:
         """Let who waits for a welcome know at once that the transport will never bring one."""

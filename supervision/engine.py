@@ -514,25 +514,35 @@ class Engine:
         return await control.ask(call, timeout=deadline - trio.current_time())
 
     async def _connect_control(self, timeout: float) -> Connection:
-        """Return the connection for verbs, made when it is first needed."""
+        """Return the connection for verbs, made when it is first needed.
+
+        Where the server is another by the time that it answers, one is made to that.
+        """
         async with self._control_turn:
-            if self._control is None:
-                welcome = await self._connection.wait_welcome(timeout)
-                self._control = Connection(
-                    self._system,
-                    self._network,
-                    self._control_endpoint(welcome),
-                    role=Role.OPERATOR,
-                    name=f"operator-{self._prefix}",
-                    inbox=ToOperator,
-                    outbox=FromOperator,
-                    deliver=_ignore,
-                )
-                self._nursery.start_soon(self._control.run)
-            control = self._control
-            if control.welcome is None:
-                await control.wait_welcome(timeout)
-            return control
+            while True:
+                control = self._control or await self._open_control(timeout)
+                try:
+                    if control.welcome is None:
+                        await control.wait_welcome(timeout)
+                    return control
+                except ActorStopped:
+                    if self._control is control:
+                        raise
+
+    async def _open_control(self, timeout: float) -> Connection:
+        welcome = await self._connection.wait_welcome(timeout)
+        control = self._control = Connection(
+            self._system,
+            self._network,
+            self._control_endpoint(welcome),
+            role=Role.OPERATOR,
+            name=f"operator-{self._prefix}",
+            inbox=ToOperator,
+            outbox=FromOperator,
+            deliver=_ignore,
+        )
+        self._nursery.start_soon(control.run)
+        return control
 
     def _control_endpoint(self, welcome: Welcome) -> str:
         return reachable(welcome.control_endpoint, beside=self._connection.endpoint)

@@ -387,6 +387,25 @@ async def test_nobody_there_is_unreachable_after_the_timeout(
     assert trio.current_time() - began == pytest.approx(3.0)
 
 
+async def test_who_waits_for_a_welcome_is_told_when_the_connection_is_closed(
+    autojump_clock: MockClock, world: World
+) -> None:
+    connection = world.connection(Mail())
+    async with trio.open_nursery() as nursery:
+        began = trio.current_time()
+
+        async def wait() -> None:
+            with pytest.raises(ActorStopped, match="was closed"):
+                await connection.wait_welcome(3.0)
+
+        nursery.start_soon(wait)
+        await wait_all_tasks_blocked()
+        connection.close()
+    assert trio.current_time() == began
+    with pytest.raises(ActorStopped, match="was closed"):
+        await connection.wait_welcome(3.0)
+
+
 async def test_a_hello_that_was_lost_is_said_again(autojump_clock: MockClock, world: World) -> None:
     deaf = world.network.listen(ENDPOINT, max_frame_bytes=2**26)
     connection = world.connection(Mail())
