@@ -47,10 +47,11 @@ WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 class Sent:
     """A verb that was sent, and what others may have had an effect behind it."""
 
-    def __init__(self, operator: str, verb: Verb | AbortRequests, now: float) -> None:
+    def __init__(self, operator: str, verb: Verb | AbortRequests, *, now: float, tree: int) -> None:
         self.operator = operator
         self.verb = verb
         self.at = now
+        self.tree = tree
         self.over_at = float("inf")
         self.crossed: list[
             Verb | AbortRequests
@@ -69,6 +70,7 @@ class Checks:
         self._held_still = False  # between an acknowledged PAUSE and what ends it
         self._without: Suspend | None = None  # memory that may not be taken
         self._running: Counter[str] = Counter()  # forward passes under way, by process
+        self._tree = 1  # how many roots there have been
         self._under_way: list[Sent] = []  # verbs that may have their effect yet
         self._aborts: list[Sent] = []
         self._answered: set[tuple[int, bytes, int]] = set()
@@ -116,7 +118,7 @@ class Checks:
             self._held_still = False
         if isinstance(verb, Resume):
             self._without = None
-        sent = Sent(operator, verb, trio.current_time())
+        sent = Sent(operator, verb, now=trio.current_time(), tree=self._tree)
         if _aborts(verb):
             self._aborts.append(sent)
         for other in self._of_others(operator):
@@ -145,6 +147,8 @@ class Checks:
         }[type(verb)]
         if reply.state not in expected:
             self.broke(f"{reply.verb} was acknowledged in the state {reply.state}")
+        if sent.tree != self._tree:
+            return
         crossed = tuple(sent.crossed)
         if isinstance(verb, Pause | Suspend | Step) and not _any(crossed, RELEASES):
             self._held_still = True
@@ -161,6 +165,14 @@ class Checks:
         if question in self._answered:
             self.broke(f"{peer.hex()} was answered twice")
         self._answered.add(question)
+
+    def tree_ended(self) -> None:
+        """Root was killed: nothing that was said to it holds for the next one."""
+        self._tree += 1
+        self._under_way.clear()
+        self._held_still = False
+        self._without = None
+        self._running.clear()
 
     def verb_was_not_sent(self, sent: Sent) -> None:
         """There was nobody to send a verb to: it has no effect."""
@@ -266,6 +278,8 @@ class Checks:
         failure = asked.stream.failure
         assert failure is not None
         if asked.client_closed or self._world.stopping:
+            return []
+        if self._world.was_away_too_long and failure.code == "Unreachable":
             return []
         if asked.accepted:
             return [f"was accepted and then lost: {failure}"]

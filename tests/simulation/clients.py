@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 COORDINATOR = "sim://coordinator"
-CONNECT_TIMEOUT_S = 100.0
+CONNECT_TIMEOUT_S = 200.0
 
 OTHER_PROMPT = TokenPrompt(token_ids=pack_ids([5, 4, 3, 2, 1]))
 """What a request has that clashes with another; no scenario draws it."""

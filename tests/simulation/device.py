@@ -231,7 +231,8 @@ class Device:
     def begin_step(self, step: RunStep) -> DeviceFault | None:
         """A forward pass begins; says what will be wrong with it."""
         world = self.process.world
-        world.checks.forward_begins(self.name, step)
+        if not self.process.is_orphan:
+            world.checks.forward_begins(self.name, step)
         low, high = world.scenario.step_s
         self.busy_s = self._rng.uniform(low, high)
         if not world.faulty:
@@ -244,11 +245,19 @@ class Device:
         """Weights are loaded; raises OutOfDeviceMemory when the scenario says so."""
         self.load()
         world = self.process.world
+        if not self.process.is_orphan:
+            world.checks.takes_weights(self.name)
         number = world.count_load(self.replica)
         for fault in self._faults:
             if fault.kind == "load" and world.may_fail_to_load(fault, number):
                 world.weights_do_not_load(fault)
                 raise OutOfDeviceMemory("out of memory: tried to allocate the weights")
+
+    def allocate(self) -> None:
+        """A cache is allocated."""
+        self.load()
+        if not self.process.is_orphan:
+            self.process.world.checks.takes_cache(self.name)
 
     def load(self) -> None:
         """Something is loaded or allocated, which takes its time."""
@@ -256,7 +265,8 @@ class Device:
 
     def step_is_over(self) -> None:
         """A forward pass has ended, one way or the other."""
-        self.process.world.checks.forward_ends(self.name)
+        if not self.process.is_orphan:
+            self.process.world.checks.forward_ends(self.name)
 
     def hang(self, fault: DeviceFault) -> None:
         """The pass never ends; somebody will notice and kill it."""
@@ -276,15 +286,13 @@ class SimRunner(ScriptedRunner):
     def load(self) -> None:
         """Pretend to load, where that is allowed."""
         if not self.loaded:
-            self._device.process.world.checks.takes_weights(self._device.name)
             self._device.load_weights()
         super().load()
 
     def allocate(self) -> None:
         """Pretend to allocate, where that is allowed."""
         if not self.allocated:
-            self._device.process.world.checks.takes_cache(self._device.name)
-            self._device.load()
+            self._device.allocate()
         super().allocate()
 
     def choose(self, tokens: list[int], position: int, sampling: RowSampling) -> int:

@@ -34,6 +34,7 @@ from callboard.messages.steps import DropRows, RunStep
 from callboard.supervision.engine import Engine
 from callboard.supervision.lifecycle import Desired
 from callboard.supervision.process import ReplicaProcess
+from callboard.supervision.replica import _Replica
 from callboard.supervision.root import Root
 from callboard.supervision.stream import RequestStream
 from callboard.supervision.supervisor import Child, Supervisor
@@ -384,6 +385,22 @@ def goes_deaf_when_an_earlier_line_ends() -> Replacement:
         await original(process, event)
 
     return ReplicaProcess, "_deliver", deliver
+
+
+@mutant(seed=12)
+def outlives_its_root() -> Replacement:
+    """A replica's process does not end with its parent."""
+
+    async def end_with_parent(replica: _Replica) -> None:
+        await trio.sleep_forever()
+
+    return _Replica, "_end_with_parent", end_with_parent
+
+
+@mutant(seed=12)
+def speaks_to_the_root_that_was() -> Replacement:
+    """An operator's engine goes on to send verbs to where the server before this one listened."""
+    return Engine, "_control_endpoint", lambda engine, welcome: "sim://control"
 
 
 # Sessions.

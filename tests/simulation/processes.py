@@ -39,6 +39,7 @@ class Process:
         self.system: ActorSystem | None = None
         self.input_closed = trio.Event()
         self.killed = trio.Event()
+        self.is_orphan = False  # whether its parent was killed
         self._scope = trio.CancelScope()
 
     @property
@@ -129,8 +130,9 @@ class ChildProcess:
         return self.returncode
 
     def kill(self) -> None:
-        """Kill it, at once."""
-        self.process.kill()
+        """Kill it, at once; a parent that is dead itself kills nobody."""
+        if current_process.get().alive:
+            self.process.kill()
 
     async def _run(self, order: ReplicaOrder) -> None:
         world, process = self._world, self.process

@@ -118,7 +118,14 @@ class Partition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     one_way: bool
 
 
-Fault = Crash | DeviceFault | Kill | Reset | Partition
+class RootKill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The root's process is killed, and another root begins at its address some time later."""
+
+    at: float
+    back_after_s: float
+
+
+Fault = Crash | DeviceFault | Kill | Reset | Partition | RootKill
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,7 +155,15 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
 def draw(seed: int) -> Scenario:
     """Return the scenario of a seed."""
-    return with_faults_at_the_start(with_ids_used_again(with_second_operator(draw_plain(seed))))
+    scenario = draw_plain(seed)
+    for add in (
+        with_second_operator,
+        with_ids_used_again,
+        with_faults_at_the_start,
+        with_another_root,
+    ):
+        scenario = add(scenario)
+    return scenario
 
 
 def draw_plain(seed: int) -> Scenario:
@@ -251,6 +266,20 @@ def _fault_at_the_start(rng: random.Random, scenario: Scenario) -> Fault:
         seconds=rng.choice((0.1, 1.0, 20.0)),
         one_way=rng.random() < 0.3,
     )
+
+
+def with_another_root(scenario: Scenario) -> Scenario:
+    """Let root be killed in some scenarios in which replicas have processes of their own."""
+    rng = stream(scenario.seed, "another root")
+    might_end_anyway = scenario.from_the_start or scenario.stops_at is not None
+    if not scenario.in_processes or might_end_anyway or rng.random() > 0.3:
+        return scenario
+    times = [rng.uniform(0.0, scenario.seconds)]
+    times += [order.at + rng.uniform(0.0, 0.1) for order in scenario.orders]
+    at = min(rng.choice(times), scenario.seconds)
+    back_after_s = rng.choice((0.1, 0.1, 1.0, 5.0, 20.0, 100.0))
+    kill = RootKill(at=round(at, 4), back_after_s=back_after_s)
+    return msgspec.structs.replace(scenario, faults=(*scenario.faults, kill))
 
 
 def _faults_between(rng: random.Random, one: str, other: str, seconds: float) -> list[Fault]:
@@ -471,11 +500,3 @@ def _verb(rng: random.Random) -> Verb | AbortRequests:
             return Step(count=rng.randint(1, 3))
         case _:
             return AbortRequests(all=True)
-
-
-def sorted_by_time(faults: tuple[Fault, ...]) -> list[Kill | Reset | Partition | Crash]:
-    """Return the faults that happen at a time of the clock, in order."""
-    timed = [fault for fault in faults if not isinstance(fault, DeviceFault)]
-    return sorted(
-        (fault for fault in timed if fault.at is not None), key=lambda fault: fault.at or 0.0
-    )

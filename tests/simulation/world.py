@@ -36,6 +36,7 @@ from callboard.messages.errors import CallboardError
 from callboard.messages.sampling import SamplingParams
 from callboard.supervision import replica as replica_module
 from callboard.supervision.app import SUPERVISOR_SHUTDOWN_S, ReplicaParts, replica, root
+from callboard.supervision.engine import RECONNECT_TIMEOUT_S
 from callboard.supervision.root import Address
 from callboard.supervision.settings import Settings
 from tests.simulation.checks import Checks
@@ -71,6 +72,7 @@ from tests.simulation.scenario import (
     Kill,
     Partition,
     Reset,
+    RootKill,
     Scenario,
     draw,
 )
@@ -164,6 +166,8 @@ class World:
         self.root_ended = trio.Event()
         self._root_started = trio.Event()
         self._may_not_start = False  # whether a fault has hit a part that was just starting
+        self._orphans: list[Process] = []  # replicas of a root that was killed
+        self._absent_s = 0.0  # how long there is no root then
         self._is_doomed = False  # whether a device cannot be restarted any more
         self._operators: list[Operator] = []
 
@@ -231,8 +235,9 @@ class World:
         self.log("", "heals")
         await trio.sleep_until(self._hangs_until)
         await trio.sleep(self.rng.choice((0.0, 0.5)) if self._was_calm else SILENCE_S)
-        if self.scenario.from_the_start:
+        if self.scenario.from_the_start or self._absent_s:
             await self._wait_for_the_start()
+            await trio.sleep(SILENCE_S if self._absent_s else 0.0)
         if self._is_doomed:
             await self._wait_for_the_end()
         first, *others = self._operators
@@ -252,7 +257,7 @@ class World:
 
     async def _wait_for_the_start(self) -> None:
         """A tree that started under faults is up soon, or has ended and told everybody."""
-        with trio.move_on_after(START_LIMIT_S) as scope:
+        with trio.move_on_after(self._absent_s + START_LIMIT_S) as scope:
             await self._unless_root_ends(self._root_started)
             for operator in self._operators:
                 await self._unless_root_ends(operator.is_connected)
@@ -283,6 +288,9 @@ class World:
             await trio.sleep(0.5)
             self.checks.check_tables()
         self.checks.check_requests()
+        for orphan in self._orphans:
+            if orphan.alive:
+                self.checks.broke(f"{orphan.owner} has outlived its root")
         self.stopping = True
         await self._operators[0].insist(Stop())
         with trio.move_on_after(SUPERVISOR_SHUTDOWN_S) as scope:
@@ -308,7 +316,7 @@ class World:
     def _was_calm(self) -> bool:
         """Whether nobody has to be given up for his silence."""
         partings = any(isinstance(fault, Partition | Reset) for fault in self.scenario.faults)
-        return not (partings or self.has_reset) and all(
+        return not (partings or self.has_reset or self._absent_s) and all(
             plan.dies_at is None for plan in self.scenario.clients
         )
 
@@ -323,6 +331,9 @@ class World:
         self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         process = self._process("root")
+        control = (
+            "sim://control" if process.owner == "root" else f"sim://control-of-{process.owner}"
+        )
 
         async def main(system: ActorSystem) -> None:
             top = root(
@@ -331,7 +342,7 @@ class World:
                 self._settings(),
                 lambda name: self._replica(process, system, name),
                 address=Address(COORDINATOR),
-                control_endpoint="sim://control",
+                control_endpoint=control,
             )
             cell = system.cell("root")
 
@@ -358,7 +369,8 @@ class World:
                 self.checks.broke(f"root has ended: {exited.failure} {top.start_failure}")
 
         await process.run(main)
-        self.root_ended.set()
+        if not process.killed.is_set():
+            self.root_ended.set()
 
     def _settings(self) -> Settings:
         scenario = self.scenario
@@ -377,7 +389,7 @@ class World:
                 process.network,
                 self._settings(),
                 coordinator=COORDINATOR,
-                run_folder=Path("/simulated"),
+                run_folder=Path("/simulated") / process.owner,
             )
         parts = self._parts(process, name)
         return replica(
@@ -431,6 +443,11 @@ class World:
                 self.crash(name)
             case Kill(replica=number):
                 self.kill_replica(number)
+            case RootKill(back_after_s=seconds):
+                self.kill_root(seconds)
+                await trio.sleep(seconds)
+                self.log("", "begins", "another root")
+                self.nursery.start_soon(self._run_root)
             case Reset(one=one, other=other):
                 self.network.cut(one, other)
             case Partition(one=one, other=other, seconds=seconds, one_way=one_way):
@@ -492,9 +509,29 @@ class World:
             self.crash(name)
         elif name in self.processes:
             root = self.processes["root"].system
-            assert root is not None
-            self._note_victim(root.cells[name])
+            if root is not None and name in root.cells:
+                self._note_victim(root.cells[name])
             self.processes[name].kill()
+
+    def kill_root(self, absent_s: float) -> None:
+        """Kill root's process; its replicas find that the other end of their input is closed."""
+        self._orphans = [
+            process
+            for process in self.processes.values()
+            if process.name.startswith("replica-") and process.alive
+        ]
+        self._absent_s = absent_s
+        self._root_started = trio.Event()
+        self.checks.tree_ended()
+        self.processes["root"].kill()
+        for orphan in self._orphans:
+            orphan.is_orphan = True
+            orphan.input_closed.set()
+
+    @property
+    def was_away_too_long(self) -> bool:
+        """Whether there was no root for longer than clients wait for its return."""
+        return self._absent_s > RECONNECT_TIMEOUT_S
 
     def watch_hanging(self, number: int, fault: DeviceFault) -> None:
         """End the process in which a forward pass hangs, after a time."""
