@@ -45,7 +45,7 @@ WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class Sent:
-    """A verb that was sent, and what others may have had an effect behind it."""
+    """A verb that was sent, and what else may have had its effect behind it."""
 
     def __init__(self, operator: str, verb: Verb | AbortRequests, *, now: float, tree: int) -> None:
         self.operator = operator
@@ -53,9 +53,7 @@ class Sent:
         self.at = now
         self.tree = tree
         self.over_at = float("inf")
-        self.crossed: list[
-            Verb | AbortRequests
-        ] = []  # of others, whose turn may come after its own
+        self.crossed: list[Verb | AbortRequests] = []  # whose turn may come after its own
 
 
 class Checks:
@@ -73,7 +71,8 @@ class Checks:
         self._tree = 1  # how many roots there have been
         self._under_way: list[Sent] = []  # verbs that may have their effect yet
         self._aborts: list[Sent] = []
-        self._answered: set[tuple[int, bytes, int]] = set()
+        self._answered: set[tuple[bytes, int]] = set()
+        self._last_turns: Counter[bytes] = Counter()  # ids of the verbs that had them, by operator
         self._nans: list[str] = []
         self._orders: dict[str, tuple[int, int]] = {}  # of requests, when they were first seen
 
@@ -121,17 +120,18 @@ class Checks:
         sent = Sent(operator, verb, now=trio.current_time(), tree=self._tree)
         if _aborts(verb):
             self._aborts.append(sent)
-        for other in self._of_others(operator):
+        for other in self._under_way:
             other.crossed.append(verb)
-            sent.crossed.append(other.verb)
+            if other.operator != operator:
+                sent.crossed.append(other.verb)
         if isinstance(verb, Verb):
             self._under_way.append(sent)
         return sent
 
     def verb_answered(self, sent: Sent, reply: ControlReply) -> None:
         """A verb was acknowledged, refused, or some part was late."""
-        if "root" in reply.late:  # this one has had no turn, and those before it may yet have
-            return
+        if not _had_its_turn(reply) and not isinstance(sent.verb, Stop):
+            return  # and those before it may yet have theirs
         self._is_over(sent)
         if not reply.done:
             return
@@ -159,12 +159,16 @@ class Checks:
             self._without = verb
             self._check_memory(verb)
 
-    def question_answered(self, listener: object, peer: bytes, message_id: int) -> None:
-        """A listener answers what a peer has asked, which it does once."""
-        question = (id(listener), peer, message_id)
+    def question_answered(self, peer: bytes, message_id: int, answer: object) -> None:
+        """Root answers what a peer has asked: once, and verbs in the order of their turns."""
+        question = (peer, message_id)
         if question in self._answered:
             self.broke(f"{peer.hex()} was answered twice")
         self._answered.add(question)
+        if isinstance(answer, ControlReply) and _had_its_turn(answer):
+            if message_id < self._last_turns[peer]:
+                self.broke(f"{answer.verb} was obeyed behind a verb that was sent later")
+            self._last_turns[peer] = message_id
 
     def tree_ended(self) -> None:
         """Root was killed: nothing that was said to it holds for the next one."""
@@ -186,10 +190,12 @@ class Checks:
 
     def _is_over(self, answered: Sent) -> None:
         """The verbs of one operator have their turns in the order in which they were sent."""
-        self._under_way = self._of_others(answered.operator)
-
-    def _of_others(self, operator: str) -> list[Sent]:
-        return [sent for sent in self._under_way if sent.operator != operator]
+        if answered not in self._under_way:
+            return
+        later = self._under_way[self._under_way.index(answered) + 1 :]
+        self._under_way = [
+            sent for sent in self._under_way if sent.operator != answered.operator or sent in later
+        ]
 
     def _check_memory(self, verb: Suspend) -> None:
         for name, runner in self._world.runners():
@@ -382,6 +388,11 @@ def _problems_of_output(asked: "Asked", reason: FinishReason) -> list[str]:
     if is_due and scores != prompt_scores(prompt):
         problems.append(f"has the prompt log-probs {scores}")
     return problems
+
+
+def _had_its_turn(answer: ControlReply) -> bool:
+    """Whether a verb has stood in line, which STOP does not, and come to its turn."""
+    return answer.verb != "stop" and "root" not in answer.late
 
 
 def _any(verbs: tuple[object, ...], kinds: Any) -> bool:

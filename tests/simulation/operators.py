@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from callboard.actors.actor import start_in_order
 from callboard.actors.system import ActorSystem
 from callboard.messages.control import AbortRequests, Verb
 from callboard.messages.errors import CallboardError, Unreachable
@@ -16,15 +17,19 @@ if TYPE_CHECKING:
 
 
 class Operator:
-    """An operator's process, which gives one order after another."""
+    """An operator's process, which gives orders, one behind the other."""
 
-    def __init__(self, world: "World", process: "Process", orders: tuple[Order, ...]) -> None:
+    def __init__(
+        self, world: "World", process: "Process", orders: tuple[Order, ...], *, waits: bool
+    ) -> None:
+        """`waits` is whether it waits for the answer to one before it gives the next."""
         self.engine: SimEngine
         self.is_connected = trio.Event()
         self.is_done = trio.Event()  # whether all its orders have been answered
         self._world = world
         self._process = process
         self._orders = orders
+        self._waits = waits
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Connect, and stay until the simulation is over."""
@@ -50,12 +55,18 @@ class Operator:
         return True
 
     async def give_orders(self) -> None:
-        """Give the scenario's orders, each when its time has come and the one before is over."""
+        """Give the scenario's orders, each when its time has come, and hear the answers."""
         if not self.is_connected.is_set():
             await self.is_connected.wait()
-        for order in self._orders:
-            await self._world.until(order.at)
-            await self.order(order.verb, order.timeout_s)
+        if self._waits:
+            for order in self._orders:
+                await self._world.until(order.at)
+                await self.order(order.verb, order.timeout_s)
+        else:
+            async with trio.open_nursery() as nursery:
+                for order in self._orders:
+                    await self._world.until(order.at)
+                    await start_in_order(nursery, self.order, order.verb, order.timeout_s)
         self.is_done.set()
 
     async def order(self, verb: Verb | AbortRequests, timeout_s: float) -> bool:

@@ -150,12 +150,15 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float
     seconds: float
     second_orders: tuple[Order, ...] = ()  # of an operator beside the first; none: there is none
+    second_waits: bool = True  # for an answer, before it gives its next order
     from_the_start: bool = False  # times count, and faults happen, from before the tree is up
 
 
 def draw(seed: int) -> Scenario:
-    """Return the scenario of a seed."""
+    """Return the scenario of a seed: that of an even one is plain."""
     scenario = draw_plain(seed)
+    if seed % 2 == 0:
+        return scenario
     for add in (
         with_second_operator,
         with_ids_used_again,
@@ -174,11 +177,14 @@ def draw_plain(seed: int) -> Scenario:
 def with_second_operator(scenario: Scenario) -> Scenario:
     """Let a second operator give orders in some scenarios, most at about the time of the first."""
     rng = stream(scenario.seed, "second operator")
-    if rng.random() > 0.3:
+    if rng.random() > 0.5:
         return scenario
     times = [rng.uniform(0.0, scenario.seconds) for _ in range(rng.choice((1, 2, 4, 8)))]
     if scenario.orders:
         times += [rng.choice(scenario.orders).at + rng.uniform(-0.05, 0.05) for _ in times]
+    waits = rng.random() < 0.5
+    if not waits:
+        times = [at for at in times[:8] for _ in range(rng.choice((1, 2, 3)))]
     orders = [
         Order(at=round(max(0.0, at), 4), verb=_verb(rng), timeout_s=rng.choice((0.2, 2.0, 10.0)))
         for at in sorted(times)
@@ -186,6 +192,7 @@ def with_second_operator(scenario: Scenario) -> Scenario:
     return msgspec.structs.replace(
         scenario,
         second_orders=tuple(orders),
+        second_waits=waits,
         faults=(*scenario.faults, *_faults_between(rng, "root", SECOND, scenario.seconds)),
     )
 
@@ -196,7 +203,7 @@ def with_ids_used_again(scenario: Scenario) -> Scenario:
     The ids are their own, and the same for all clients.
     """
     rng = stream(scenario.seed, "ids used again")
-    if rng.random() > 0.3:
+    if rng.random() > 0.5:
         return scenario
     clients = []
     for plan in scenario.clients:
@@ -228,7 +235,7 @@ def _used_again(rng: random.Random, ask: Ask, plan: ClientPlan, request_id: str)
 def with_faults_at_the_start(scenario: Scenario) -> Scenario:
     """Let everything begin, and go wrong, while the tree starts, in some scenarios."""
     rng = stream(scenario.seed, "faults at the start")
-    if rng.random() > 0.2:
+    if rng.random() > 0.3:
         return scenario
     faults = [_fault_at_the_start(rng, scenario) for _ in range(rng.choice((1, 1, 2, 3)))]
     return msgspec.structs.replace(
@@ -272,7 +279,7 @@ def with_another_root(scenario: Scenario) -> Scenario:
     """Let root be killed in some scenarios in which replicas have processes of their own."""
     rng = stream(scenario.seed, "another root")
     might_end_anyway = scenario.from_the_start or scenario.stops_at is not None
-    if not scenario.in_processes or might_end_anyway or rng.random() > 0.3:
+    if not scenario.in_processes or might_end_anyway or rng.random() > 0.5:
         return scenario
     times = [rng.uniform(0.0, scenario.seconds)]
     times += [order.at + rng.uniform(0.0, 0.1) for order in scenario.orders]

@@ -190,11 +190,13 @@ class World:
             self._begin()
         names = ["operator", SECOND] if self.scenario.second_orders else ["operator"]
         orders = (self.scenario.orders, self.scenario.second_orders)
+        patience = (True, self.scenario.second_waits)
         with trio.fail_after(START_LIMIT_S):
             await self._launch(self._run_root)
-            for name, its in zip(names, orders, strict=False):
-                self._operators.append(Operator(self, self._process(name), its))
-                await self._launch(self._operators[-1].run)
+            for name, its, waits in zip(names, orders, patience, strict=False):
+                operator = Operator(self, self._process(name), its, waits=waits)
+                self._operators.append(operator)
+                await self._launch(operator.run)
         if not self.scenario.from_the_start:
             self._begin()
 
@@ -605,7 +607,7 @@ class World:
             return lost
 
         def counted_answer(listener: Listener, peer: bytes, message_id: int, value: object) -> bool:
-            self.checks.question_answered(listener, peer, message_id)
+            self.checks.question_answered(peer, message_id, value)
             return answer(listener, peer, message_id, value)
 
         logger = logging.getLogger("callboard")
