@@ -248,7 +248,8 @@ class Checks:
         problems = list(asked.problems)
         if asked.client_died:
             return problems
-        if asked.num_clashes and not asked.ran_again and not self._is_disturbed(asked):
+        was_open = asked.accepted and not asked.ran_again  # when the other one came
+        if asked.num_clashes and was_open and not self._is_disturbed(asked):
             problems.append("has seen no refusal of another request under its id")
         if not asked.stream.has_ended:  # who has left waits for the end for some seconds only
             return problems if asked.left else [*problems, "has not ended"]
