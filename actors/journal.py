@@ -23,7 +23,7 @@ import trio
 from callboard.actors.mailbox import Letter
 from callboard.logs import get_logger
 from callboard.messages.codec import encode_body
-from callboard.messages.errors import WireError
+from callboard.messages.errors import ConfigError, WireError
 
 FLUSH_S = 0.5
 MAX_PENDING_BYTES = 16 * 2**20
@@ -69,7 +69,7 @@ class Journal:
 
         Raises OSError when the folder cannot be made.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.left_out = 0
         """Entries for which there was no room, or no disk any more."""
         self._folder = folder
@@ -142,7 +142,9 @@ class Journal:
         earlier = sorted(self._folder.glob(f"{self._process}-*{SUFFIX}"))
         for old in earlier[: max(0, len(earlier) - KEPT_FILES + 1)]:
             old.unlink(missing_ok=True)
-        file = (self._folder / f"{self._name}-{next(self._files):04}{SUFFIX}").open("xb")
+        path = self._folder / f"{self._name}-{next(self._files):04}{SUFFIX}"
+        # It holds what clients have said, and is for its owner alone.
+        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
         file.write(_framed(_about(self._process, self._about)))
         return file
 
@@ -176,11 +178,17 @@ def _body(letter: Letter) -> bytes:
 async def open_journal(
     folder: Path | None, process: str, about: bytes = b""
 ) -> AsyncGenerator[Journal | None]:
-    """Open the journal of this process for as long as the block lasts; None without a folder."""
+    """Open the journal of this process for as long as the block lasts; None without a folder.
+
+    Raises ConfigError when the folder cannot be made.
+    """
     if folder is None:
         yield None
         return
-    journal = Journal(folder, process, about)
+    try:
+        journal = Journal(folder, process, about)
+    except OSError as error:
+        raise ConfigError(f"journal: {error.filename}: {error.strerror}") from error
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(journal.run)

@@ -13,8 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from callboard.messages.errors import StartFailed
+
 PREFIX = "callboard-"
 LOCK = "lock"
+
+LONGEST = 88
+"""Bytes of the folder's path: that of a socket in it may have 107."""
 
 
 @contextmanager
@@ -23,6 +28,11 @@ def open_run_folder() -> Iterator[Path]:
     remove_leftovers()
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
         folder = Path(name)
+        if len(os.fsencode(name)) > LONGEST:
+            raise StartFailed(
+                f"the folder for temporary files, {folder.parent}, has too long a path for sockets:"
+                " set TMPDIR to a shorter one"
+            )
         with _held_lock(folder):
             yield folder
 

@@ -58,10 +58,17 @@ def as_params(params: SamplingParams | None, options: dict[str, Any]) -> Samplin
         raise RequestError(
             f"there is no option {name}", field=name, allowed=", ".join(sorted(_FIELDS))
         )
+    plain = {name: _plain(value) for name, value in options.items()}
     try:
-        return msgspec.convert({**values, **options}, SamplingParams)
+        return msgspec.convert({**values, **plain}, SamplingParams)
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error)) from error
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of NumPy's or torch's as one of Python's, and anything else as it is."""
+    is_number = getattr(value, "shape", None) == () and hasattr(value, "item")
+    return value.item() if is_number else value
 
 
 def checked(submit: Submit) -> Submit:

@@ -20,6 +20,7 @@ from callboard.actors.mailbox import Letter
 from callboard.actors.ref import LocalRef
 from callboard.actors.system import open_system
 from callboard.messages.base import Message
+from callboard.messages.errors import ConfigError
 
 
 class Note(Message, frozen=True):
@@ -68,6 +69,23 @@ async def test_each_message_is_written_with_its_receiver_and_its_cause(tmp_path:
     assert (one.cause, two.cause) == (0, one.message_id)
     assert msgspec.msgpack.decode(two.body, type=Note) == Note(text="HELLO")
     assert one.at <= two.at
+
+
+async def test_a_journal_is_for_nobody_elses_eyes(tmp_path: Path) -> None:
+    written = Journal(tmp_path / "journal", "here")
+    written.note("somebody", 1, Letter(Note(text="x")))
+    written.close()
+
+    [file] = files_in(tmp_path / "journal")
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+async def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    with pytest.raises(ConfigError, match=f"journal: {tmp_path}/file/journal: Not a directory"):
+        async with open_journal(tmp_path / "file" / "journal", "here"):
+            pass
 
 
 async def test_without_a_folder_there_is_no_journal() -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 import trio
 import trio.testing
 
@@ -1429,6 +1431,14 @@ async def test_an_exception_of_the_caller_at_any_moment_comes_out_and_nothing_is
             await use(place)
 
         assert device_threads() == []
+
+
+async def test_numbers_of_numpy_and_torch_are_numbers(engine: Engine) -> None:
+    [answer] = await engine.generate(
+        [[5]], max_tokens=np.int64(3), temperature=np.float32(0.0), seed=torch.tensor(7)
+    )
+
+    assert answer.token_ids == [6, 7, 8]
 
 
 async def test_settings_and_their_fields_are_not_given_together() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from callboard.messages.errors import StartFailed
 from callboard.supervision.run_folder import (
     LOCK,
     PREFIX,
@@ -79,3 +80,16 @@ def test_a_folder_that_somebody_has_removed_already_is_no_error(temp: Path) -> N
     with open_run_folder() as folder:
         (folder / LOCK).unlink()
         folder.rmdir()
+
+
+def test_a_folder_whose_path_is_too_long_for_sockets_is_said_to_be_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+
+    with pytest.raises(StartFailed, match="set TMPDIR to a shorter one"), open_run_folder():
+        pytest.fail("it was opened")
+
+    assert list(long.iterdir()) == []
