@@ -297,11 +297,14 @@ class ZmqSocket:
         self._claims.append(claim)
 
     def _attach(self, attach: Callable[[str], object], endpoint: str) -> None:
+        if endpoint.startswith("tcp://["):  # else IPv4 endpoints would be told in IPv6's words
+            self._socket.setsockopt(zmq.IPV6, 1)
         try:
             attach(endpoint)
         except zmq.ZMQError as error:
             number = error.errno or errno.EINVAL
-            raise EndpointError(number, zmq.strerror(number), endpoint) from error
+            reason = "no such name or address" if number == errno.ENODEV else zmq.strerror(number)
+            raise EndpointError(number, reason, endpoint) from error
         finally:
             self._wake_by_level()
 

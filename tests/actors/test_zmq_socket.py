@@ -556,6 +556,29 @@ async def test_binding_returns_the_real_endpoint(context: ZmqContext) -> None:
     await connect_dealer(context, router, endpoint)
 
 
+def has_ipv6() -> bool:
+    try:
+        with stdlib_socket.create_server(("::1", 0), family=stdlib_socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+async def test_an_address_may_be_of_ipv6(context: ZmqContext) -> None:
+    router = open_router(context)
+
+    endpoint = router.bind("tcp://[::1]:0")
+
+    assert endpoint.startswith("tcp://[::1]:")
+    await connect_dealer(context, router, endpoint)
+
+
+async def test_a_host_that_nobody_knows_is_said_to_be_none(context: ZmqContext) -> None:
+    with pytest.raises(EndpointError, match="no such name or address"):
+        open_router(context).bind("tcp://no-such-interface:0")
+
+
 async def test_a_tcp_port_in_use_is_refused_by_name(context: ZmqContext) -> None:
     with stdlib_socket.create_server(("127.0.0.1", 0)) as occupant:
         endpoint = f"tcp://127.0.0.1:{occupant.getsockname()[1]}"

@@ -394,6 +394,27 @@ async def test_a_replica_that_is_stopped_for_good_is_replaced(
     assert answer.token_ids == list(range(1, 201))
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+async def test_a_server_is_found_at_every_kind_of_loopback_address(folder: Path, host: str) -> None:
+    if host == "[::1]" and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    async with running(folder, listen=f"tcp://{host}:0") as server:
+        await server.says("ready at")
+        async with connect(server.said[0].split()[-1]) as engine:
+            [answer] = await engine.generate([[5]], max_tokens=3)
+            assert (await engine.pause()).state is State.PAUSED
+
+    assert answer.token_ids == [6, 7, 8]
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
 async def test_who_is_no_replica_of_the_server_does_not_register_as_one(folder: Path) -> None:
     async with (
         ready(folder) as (server, engine),
