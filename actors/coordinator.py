@@ -30,6 +30,7 @@ from callboard.actors.ref import ActorRef
 from callboard.actors.routing import RETRY_AFTER_S, OpenRequest, Routing, check, repeats
 from callboard.actors.session import Joined, Left, Listener, Said
 from callboard.actors.system import ActorSystem, Timer
+from callboard.actors.tickets import Tickets
 from callboard.actors.transport import Network
 from callboard.actors.zmq_socket import EndpointError
 from callboard.messages.base import BYTES_PER_ID, Message, TokenIds
@@ -38,6 +39,7 @@ from callboard.messages.control import (
     AbortRequests,
     ControlReply,
     KVLevel,
+    State,
     Stop,
     Suspend,
 )
@@ -101,10 +103,16 @@ class _GraceOver(_Timer, frozen=True):
     sessions: int
 
 
+class _Released(_Timer, frozen=True):
+    """Tickets → coordinator: some replicas are held no more."""
+
+
 COUNTED = ("requests_aborted", "requests_retried", "requests_resumed", "slow_readers_ended")
 """What is counted besides refusals, which are by the name of their error: `refused_MailboxFull`."""
 
-CoordinatorInbox = Said | Joined | Left | AbortRequests | _DrainOver | _Overdue | _GraceOver
+CoordinatorInbox = (
+    Said | Joined | Left | AbortRequests | _DrainOver | _Overdue | _GraceOver | _Released
+)
 
 
 class Coordinator(Actor[CoordinatorInbox]):
@@ -123,11 +131,11 @@ class Coordinator(Actor[CoordinatorInbox]):
         control_endpoint: Callable[[], str],
         model: str,
         bound: Callable[[str], None],
-        admit: Callable[[Hello], None] | None = None,
+        tickets: Tickets | None = None,
     ) -> None:
         """`bound` is told the endpoint with its real port, for the next life and for replicas.
 
-        `admit` raises why somebody may not be here; without it all are what they say they are.
+        Without `tickets` whoever says that it is a replica is taken for one.
         """
         self._system = system
         self._network = network
@@ -135,7 +143,8 @@ class Coordinator(Actor[CoordinatorInbox]):
         self._metrics = metrics
         self._control_endpoint = control_endpoint
         self._bound = bound
-        self._admit = admit
+        self._tickets = tickets
+        self._held: dict[PeerKey, Joined] = {}  # replicas that are here and get no requests yet
         self._model = model
         self._routing = Routing(placement)
         self._listener: Listener | None = None
@@ -151,6 +160,8 @@ class Coordinator(Actor[CoordinatorInbox]):
         self._listener = await self._listen()
         self._bound(self._listener.endpoint)
         self.spawn(self._listener.run)
+        if self._tickets is not None:
+            self._tickets.on_release = lambda: self.cell.post(_Released())
 
     async def on_stopping(self) -> None:
         """End every stream, and see to it that each client hears of it."""
@@ -199,6 +210,8 @@ class Coordinator(Actor[CoordinatorInbox]):
                 self._end_overdue()
             case _GraceOver():
                 self._end_unclaimed(message)
+            case _Released():
+                self._let_in()
         self._assign_waiting()
         self._acknowledge_stop()
         return answer
@@ -232,7 +245,7 @@ class Coordinator(Actor[CoordinatorInbox]):
                     outboxes={Role.CLIENT: ToClient, Role.REPLICA: ToReplica},
                     welcome=self._welcome,
                     deliver=self._deliver,
-                    admit=self._admit,
+                    admit=None if self._tickets is None else self._tickets.check,
                     unique=(Role.REPLICA,),
                 )
             except EndpointError:
@@ -492,12 +505,19 @@ class Coordinator(Actor[CoordinatorInbox]):
     def _join(self, joined: Joined) -> None:
         self._leave(Left(peer=joined.peer, reason="said hello again"))
         hello: Hello = joined.hello
-        if hello.role is Role.REPLICA:
+        if self._tickets is not None and self._tickets.holds(hello):
+            self._held[joined.peer] = joined
+        elif hello.role is Role.REPLICA:
             self._replicas[joined.peer] = joined.session
             self._routing.replica_joined(joined.peer, hello.name)
             self.log.info("replica joined", replica=hello.name)
         else:
             self._join_client(joined, hello)
+
+    def _let_in(self) -> None:
+        held, self._held = self._held, {}
+        for joined in held.values():
+            self._join(joined)
 
     def _join_client(self, joined: Joined, hello: Hello) -> None:
         key = hello.instance.encode() or joined.peer
@@ -512,6 +532,7 @@ class Coordinator(Actor[CoordinatorInbox]):
 
     def _leave(self, left: Left) -> None:
         client = self._clients.at(left.peer)
+        self._held.pop(left.peer, None)
         if client is None:
             self._lose_replica(left.peer, left.reason)
         elif left.for_good:
@@ -521,7 +542,9 @@ class Coordinator(Actor[CoordinatorInbox]):
 
     def _lose_replica(self, peer: PeerKey, reason: str) -> None:
         self._replicas.pop(peer, None)
-        again, hopeless = self._routing.replica_left(peer)
+        # In a paused tree it has run nothing, and none of its requests can be the cause.
+        counts = self.cell.state not in (State.PAUSED, State.SUSPENDED)
+        again, hopeless = self._routing.replica_left(peer, counts=counts)
         if again or hopeless:
             self.log.warning("replica lost", reason=reason, open=len(again), given_up=len(hopeless))
         failure = Failure(

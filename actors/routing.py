@@ -276,8 +276,13 @@ class Routing:
         self._by_replica = {key: joined[key] for key in order}
         self._loads = {key: len(joined[key]) for key in order}
 
-    def replica_left(self, replica: PeerKey) -> tuple[list[OpenRequest], list[OpenRequest]]:
-        """A replica is gone: returns its requests to give away again, and those to fail."""
+    def replica_left(
+        self, replica: PeerKey, *, counts: bool = True
+    ) -> tuple[list[OpenRequest], list[OpenRequest]]:
+        """A replica is gone: returns its requests to give away again, and those to fail.
+
+        `counts` says whether one of them may have been the cause.
+        """
         lost = self._by_replica.pop(replica, {}).values()
         self._loads.pop(replica, None)
         self._names.pop(replica, None)
@@ -289,7 +294,8 @@ class Routing:
         for request in _by_age(lost):
             del self._by_wire_id[request.wire_id]
             request.replica = None
-            request.losses += 1.0 if request.accepted_here else UNACCEPTED_LOSS
+            if counts:
+                request.losses += 1.0 if request.accepted_here else UNACCEPTED_LOSS
             self._put(request)
             (again if request.losses < MAX_ATTEMPTS else hopeless).append(request)
         return again, hopeless

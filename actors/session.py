@@ -9,6 +9,7 @@ they serve and hand what arrives to its `deliver`, an actor's mailbox for most. 
 room for waits here, within the credit given, and holds up neither pings nor credit nor answers.
 """
 
+import contextlib
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -40,7 +41,6 @@ from callboard.messages.codec import (
 )
 from callboard.messages.envelope import Envelope
 from callboard.messages.errors import (
-    AccessDenied,
     ActorStopped,
     CallboardError,
     DeadlineExceeded,
@@ -470,6 +470,12 @@ class Listener(_Speaker):
             self._departure.set()
             self._departure = trio.Event()
 
+    def dismiss(self, peer: PeerKey, error: CallboardError) -> None:
+        """Tell a peer why it is not welcome any more, and forget it."""
+        if peer in self._peers:
+            self._reply(peer, Unwelcome(failure=Failure.of(error)))
+            self.drop(peer, str(error))
+
     def drop_all(self, role: Role, reason: str) -> None:
         """Forget every peer of a role."""
         for peer in list(self._peers.values()):
@@ -657,9 +663,8 @@ class Listener(_Speaker):
         try:
             self._port.check_role(peer.key, peer.hello.role)
             self._admit(peer.hello)
-        except AccessDenied as error:
-            self._reply(peer.key, Unwelcome(failure=Failure.of(error)))
-            self.drop(peer.key, str(error))
+        except CallboardError as error:
+            self.dismiss(peer.key, error)
             return
         if silence > SILENCE_LIMIT_S:
             self.drop(peer.key, f"it was silent for {silence:.0f} s")
@@ -687,9 +692,13 @@ class Connection(_Speaker):
         outbox: Any,
         deliver: Deliver,
         ticket: str = "",
+        once: bool = False,
         max_frame_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
-        """`inbox` is what the server may say, `outbox` what it may be told."""
+        """`inbox` is what the server may say, `outbox` what it may be told.
+
+        With `once` there is no second session: after the first nothing more is said.
+        """
         super().__init__(system, name, max_frame_bytes, deliver)
         self.endpoint = endpoint
         self.welcome: Welcome | None = None
@@ -697,6 +706,7 @@ class Connection(_Speaker):
         self._incarnation = time.time_ns()
         self._instance = secrets.token_hex(16)
         self._ticket = ticket
+        self._once = once
         self._schema = schema_hash(outbox, inbox)
         self._union = _union([*members(SESSION), *members(inbox)])
         self._port: ClientPort = network.connect(endpoint, max_frame_bytes=max_frame_bytes)
@@ -712,6 +722,11 @@ class Connection(_Speaker):
     def present(self) -> bool:
         """Whether there is a session now."""
         return self._present
+
+    @property
+    def refusal(self) -> CallboardError | None:
+        """Why the server does not want us, or not any more, if it has said so."""
+        return self._refusal
 
     @property
     def session(self) -> str:
@@ -736,7 +751,10 @@ class Connection(_Speaker):
         Raises ActorStopped when the connection is closed, be it meanwhile.
         """
         if self._refusal is None and not self._closed:
-            with trio.move_on_after(timeout) as self._handshake:
+            with (
+                trio.move_on_after(timeout) as self._handshake,
+                contextlib.suppress(trio.ClosedResourceError),  # that is told below
+            ):
                 await self._port.send(self._hello())
                 await self._welcomed.wait()
         if self._closed:
@@ -915,7 +933,8 @@ class Connection(_Speaker):
         self._send_frame(self._frame(message)[1])
 
     def _say_hello(self) -> None:
-        self._send_frame(self._hello())
+        if self.welcome is None or not self._once:
+            self._send_frame(self._hello())
 
     def _send_frame(self, frame: bytes) -> None:
         try:

@@ -138,6 +138,12 @@ class ActorSystem:
             found = self.cells[name] = Cell(self, name)
         return found
 
+    def forget(self, name: str) -> None:
+        """Close the cell of a name that nobody will use again, and let go of it."""
+        found = self.cells.pop(name, None)
+        if found is not None:
+            found.close()
+
 
 @asynccontextmanager
 async def open_system(journal: "Journal | None" = None) -> AsyncGenerator[ActorSystem]:

@@ -32,11 +32,12 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 def encode_body(message: Any) -> bytes:
     """Encode a message, or the value of a reply.
 
-    Raises WireError for text that is no Unicode (lone surrogates) and integers beyond 64 bits.
+    Raises WireError for text that is no Unicode (lone surrogates), integers beyond 64 bits, and
+    what is nested too deeply.
     """
     try:
         return _encoder.encode(message)
-    except (UnicodeEncodeError, OverflowError) as error:
+    except (UnicodeEncodeError, OverflowError, RecursionError) as error:
         raise WireError(f"this cannot be put on the wire: {error}") from error
 
 

@@ -30,7 +30,6 @@ import msgspec
 
 from callboard.actors.actor import Actor
 from callboard.actors.coordinator import Coordinator
-from callboard.actors.curve import ClientKeys
 from callboard.actors.executor import Executor, Runner
 from callboard.actors.journal import Journal, open_journal
 from callboard.actors.kv_allocator import KVAllocator
@@ -41,13 +40,12 @@ from callboard.actors.placement import LeastLoaded, Placement, PrefixAware, Roun
 from callboard.actors.ref import LocalRef
 from callboard.actors.scheduler import Scheduler
 from callboard.actors.system import ActorSystem
-from callboard.actors.tickets import Tickets, TicketSource
+from callboard.actors.tickets import Tickets
 from callboard.actors.tokenizer import TextCodec, Tokenizer
 from callboard.actors.transport import Network
 from callboard.messages.errors import CallboardError, DeviceLost, StepStuck
 from callboard.messages.sampling import SamplingParams
 from callboard.supervision.joined import JoinedHosts
-from callboard.supervision.process import ReplicaProcess
 from callboard.supervision.root import JOINED, REPLICAS, Address, Root
 from callboard.supervision.settings import Settings
 from callboard.supervision.spec import ChildSpec, Intensity, Strategy
@@ -195,7 +193,7 @@ def root(
             control_endpoint=lambda: top.control_endpoint,
             model=settings.model,
             bound=address.set,
-            admit=None if tickets is None else tickets.check,
+            tickets=tickets,
         )
 
     def own_replicas() -> Actor[Any]:
@@ -251,28 +249,6 @@ def replicas(
     ]
     intensity = Intensity(restarts=settings.max_restarts, period_s=settings.restart_period_s)
     return Supervisor(system, specs, intensity=intensity)
-
-
-def replica_process(
-    system: ActorSystem,
-    network: Network,
-    settings: Settings,
-    *,
-    coordinator: str,
-    run_folder: Path,
-    tickets: TicketSource,
-    keys: ClientKeys | None = None,
-) -> Actor[Any]:
-    """Return the actor that stands for a replica in a process of its own."""
-    return ReplicaProcess(
-        system,
-        network,
-        settings,
-        coordinator=coordinator,
-        run_folder=run_folder,
-        tickets=tickets,
-        keys=keys,
-    )
 
 
 def journal_of(settings: Settings, process: str) -> AbstractAsyncContextManager[Journal | None]:

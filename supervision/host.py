@@ -34,8 +34,9 @@ from callboard.messages.errors import (
     Unreachable,
 )
 from callboard.messages.membership import HostUp, ReplicaFailed, Role, StartHost, Welcome
-from callboard.supervision.app import SUPERVISOR_SHUTDOWN_S, replica_process, replicas
+from callboard.supervision.app import SUPERVISOR_SHUTDOWN_S, replicas
 from callboard.supervision.joined import FromHost, ToHost, check_name
+from callboard.supervision.process import ReplicaProcess
 from callboard.supervision.remote import answer_from
 from callboard.supervision.root import reachable
 from callboard.supervision.run_folder import open_run_folder
@@ -213,12 +214,13 @@ class _Session:
             inbox=ToHost,
             outbox=FromHost,
             deliver=self._deliver,
+            once=True,
         )
 
     def lose(self, reason: str) -> None:
         """Have it end because root is gone."""
         self._lost = f"the server is gone: {reason}"
-        self._leave_root()
+        self.end()
 
     def end(self) -> None:
         """Have it end in good order."""
@@ -240,6 +242,8 @@ class _Session:
             # Goodbye means that nothing runs here any more.
             self._connection.close(goodbye=self._cell.actor is None)
             self._nursery.cancel_scope.cancel("the session is over")
+        if end is None:
+            end = self._connection.refusal
         return Unreachable(self._lost) if end is None and self._lost else end
 
     async def _live(self) -> CallboardError | None:
@@ -274,7 +278,7 @@ class _Session:
             lambda: replicas(
                 self._system,
                 settings,
-                lambda name: replica_process(
+                lambda name: ReplicaProcess(
                     self._system,
                     host.network,
                     settings,
@@ -293,7 +297,10 @@ class _Session:
 
     async def _stop_when_over(self) -> None:
         await self._over.wait()
-        await self._cell.stop(SUPERVISOR_SHUTDOWN_S)
+        if self._lost is None:
+            await self._cell.stop(SUPERVISOR_SHUTDOWN_S)
+        else:
+            self._cell.cancel(self._lost)  # nothing may run that root cannot pause
 
     async def _deliver(self, event: Said | Joined | Left) -> None:
         match event:
@@ -305,16 +312,11 @@ class _Session:
                     self._nursery, answer_from, self._cell, self._connection, event
                 )
             case Left(for_good=True):
-                self._leave_root()
+                self.end()
             case Left(reason=reason):
                 self.lose(reason)
             case Joined():
                 pass
-
-    def _leave_root(self) -> None:
-        # A new session of this connection would tell root that nothing runs here any more.
-        self._connection.close(goodbye=False)
-        self.end()
 
 
 def _settings_of(order: StartHost) -> Settings:

@@ -70,7 +70,7 @@ class ReplicaProcess(Remote):
         self._coordinator = coordinator
         self._run_folder = run_folder
         self._tickets = tickets or Tickets()
-        self._ticket = self._tickets.issue()
+        self._ticket = ""
         self._keys = keys
         self._process: trio.Process | None = None
         self._up = trio.Event()
@@ -80,6 +80,7 @@ class ReplicaProcess(Remote):
 
     async def on_start(self) -> None:
         """Start the process; the replica is up when its tree is."""
+        self._ticket = self._tickets.issue(self.name)
         self._listener = Listener(
             self._system,
             self._network,

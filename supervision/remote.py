@@ -18,8 +18,10 @@ from callboard.actors.transport import PeerKey
 from callboard.messages.base import Call, Message
 from callboard.messages.control import (
     GetNode,
+    NodeStatus,
     Pause,
     Resume,
+    State,
     Step,
     Stop,
     Suspend,
@@ -31,6 +33,9 @@ from callboard.messages.errors import CallboardError, DeadlineExceeded, Unreacha
 from callboard.supervision.supervisor import VERB_TIMEOUT_S, answer_by
 
 R = TypeVar("R")
+
+MAX_DEPTH = 8
+"""How many levels of a tree another process may tell of."""
 
 ToRemote = Verb | GetNode
 
@@ -75,6 +80,10 @@ class Remote(Actor[Said | Joined | Left]):
         if peer == self._peer and self._connected.is_set():
             self._connected = trio.Event()
 
+    def has_obeyed(self, state: State) -> None:
+        """The process has done what a verb asked for, and is in this state."""
+        self.cell.state = state
+
     async def ask_process(self, call: Call[R], deadline: float) -> R:
         """Ask the process, once it is connected. Raises DeadlineExceeded, or what it answers."""
         assert self._listener is not None
@@ -92,7 +101,7 @@ class Remote(Actor[Said | Joined | Left]):
             reply.fail(error)
             return
         if answer.done:
-            self.cell.state = answer.state
+            self.has_obeyed(answer.state)
         reply.send(answer)
 
     async def _ask_node(self, reply: Reply, deadline: float) -> None:
@@ -105,7 +114,9 @@ class Remote(Actor[Said | Joined | Left]):
         else:
             reply.send(
                 msgspec.structs.replace(
-                    own, children=inner.children, restarts_left=inner.restarts_left
+                    own,
+                    children=_pruned(inner, MAX_DEPTH).children,
+                    restarts_left=inner.restarts_left,
                 )
             )
 
@@ -119,3 +130,9 @@ async def answer_from(top: Cell, connection: Connection, said: Said) -> None:
         answer = error
     with contextlib.suppress(Unreachable):  # then nobody waits for it any more
         connection.answer(said.message_id, answer)
+
+
+def _pruned(node: NodeStatus, depth: int) -> NodeStatus:
+    """Return a tree without what is so deep that nobody could draw it."""
+    children = tuple(_pruned(child, depth - 1) for child in node.children) if depth else ()
+    return msgspec.structs.replace(node, children=children)

@@ -31,7 +31,7 @@ from callboard.messages.control import (
     Weights,
     verb_name,
 )
-from callboard.messages.errors import CallboardError, Failure, WeightsError
+from callboard.messages.errors import CallboardError, Failure, MailboxFull, WeightsError, WireError
 from callboard.messages.membership import Role, Welcome
 from callboard.supervision.joined import FromHost, ToHost, check_host
 from callboard.supervision.lifecycle import Lifecycle
@@ -159,16 +159,16 @@ class Root(Supervisor):
         match message:
             case ActorExited():
                 await super().receive(message)
-            case Joined(peer=peer, hello=hello) if hello.role is Role.REPLICA:
-                self._host_peers.add(peer)
-                await self._tell_hosts(message)
+            case Joined(peer=peer, hello=hello):
+                self._tell_hosts(Left(peer=peer, reason="it began anew"))  # if it was one
+                if hello.role is Role.REPLICA:
+                    self._host_peers.add(peer)
+                    self._tell_hosts(message)
             case Said() | Left() if message.peer in self._host_peers:
-                await self._tell_hosts(message)
-                if isinstance(message, Left):
-                    self._host_peers.discard(message.peer)
+                self._tell_hosts(message)
             case Said():
                 await self.spawn_in_order(self._answer, message)
-            case Joined() | Left():
+            case Left():
                 pass
 
     @property
@@ -257,12 +257,23 @@ class Root(Supervisor):
             case _:
                 return None
 
-    async def _tell_hosts(self, event: Said | Joined | Left) -> None:
-        if self._hosts is not None:
-            await self._hosts.tell(event)
+    def _tell_hosts(self, event: Said | Joined | Left) -> None:
+        """Pass on what concerns a host; one that says more than is read of it has to leave."""
+        if self._hosts is None or event.peer not in self._host_peers:
+            return
+        if isinstance(event, Left):
+            self._host_peers.remove(event.peer)
+        try:
+            self._hosts.tell_nowait(event)
+        except MailboxFull:
+            self.listener.drop(event.peer, "it says more than is read of it")
 
     async def _answer(self, said: Said) -> None:
-        self.listener.answer(said.peer, said.message_id, await self._obey_operator(said))
+        answer = await self._obey_operator(said)
+        try:
+            self.listener.answer(said.peer, said.message_id, answer)
+        except WireError as error:  # some part has told of more than can be passed on
+            self.listener.answer(said.peer, said.message_id, error)
         if self._lifecycle.state is State.STOPPED:
             self.stopped_by_verb.set()
 

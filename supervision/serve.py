@@ -16,8 +16,9 @@ from callboard.logs import get_logger
 from callboard.messages.control import Stop
 from callboard.messages.errors import CallboardError, StartFailed
 from callboard.messages.membership import Role
-from callboard.supervision.app import SUPERVISOR_SHUTDOWN_S, journal_of, replica_process, root
+from callboard.supervision.app import SUPERVISOR_SHUTDOWN_S, journal_of, root
 from callboard.supervision.keys import check_guarded, load_server_keys
+from callboard.supervision.process import ReplicaProcess
 from callboard.supervision.root import Address, Root
 from callboard.supervision.run_folder import open_run_folder
 from callboard.supervision.settings import Settings
@@ -75,7 +76,7 @@ class _Server:
             system,
             network,
             settings,
-            lambda name: replica_process(
+            lambda name: ReplicaProcess(
                 system,
                 network,
                 settings,

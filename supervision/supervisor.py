@@ -86,6 +86,7 @@ class Child:
         self.born = Desired()  # what was desired when its present life began
         self.expected_to_end = False
         self.retired = False  # has ended for good, as its spec wants
+        self.exit: ActorExited | None = None  # of its last life, unless that was expected to end
         self.is_new = False  # added to a tree that runs, and not yet part of what verbs are for
 
     def set_down(self) -> None:
@@ -180,13 +181,13 @@ class Supervisor(Actor[ActorExited]):
             raise
 
     async def add(self, spec: ChildSpec) -> None:
-        """Start one more child, paused, and then bring it to what the tree should be.
+        """Start one more temporary child, paused, and then bring it to what the tree should be.
 
-        No verb waits for it while it starts, however long that takes. Raises StartFailed; one that
-        had started by then is a child all the same.
+        No verb waits for it while it starts, however long that takes, but for SUSPEND, since it may
+        be taking memory. Raises StartFailed; one that had started by then is a child all the same.
         """
-        if spec.name in self._children:
-            raise ValueError(f"there is a child {spec.name} already")
+        if spec.name in self._children or spec.restart is not Restart.TEMPORARY:
+            raise ValueError(f"{spec.name} is there already, or not temporary")
         child = self._children[spec.name] = Child(spec, self._system.cell(spec.name))
         child.is_new = True
         try:
@@ -201,13 +202,15 @@ class Supervisor(Actor[ActorExited]):
         child = self._children[name]
         await self._stop(child)
         child.retire()
-        del self._children[name]
+        if self._children.get(name) is child:
+            del self._children[name]
+            self._system.forget(name)
 
     async def receive(self, message: ActorExited) -> None:
         """A child's life ended: restart what the strategy says, if its spec wants that."""
         child = self._children.get(message.name)
-        if child is None or child.cell.actor is not None:
-            return  # the next life is under way already
+        if child is None or child.exit is not message:
+            return  # that was an earlier life
         failure = message.failure
         if failure is not None and isinstance(error := failure.error(), child.spec.escalates):
             await self._escalate(error)
@@ -290,7 +293,8 @@ class Supervisor(Actor[ActorExited]):
 
     async def _ask_all(self, verb: Verb, deadline: float) -> list[ControlReply]:
         """Ask independent children together and others in order: down to pause, up to go on."""
-        children = [child for child in self._children.values() if not child.is_new]
+        suspends = isinstance(verb, Suspend)
+        children = [child for child in self._children.values() if suspends or not child.is_new]
         if self._strategy is Strategy.ONE_FOR_ONE:
             return await self._ask_together(children, verb, deadline)
         going_on = isinstance(verb, Unpause | Resume)
@@ -403,6 +407,7 @@ class Supervisor(Actor[ActorExited]):
         child.cell.paused, child.cell.suspended = child.born.paused, child.born.suspended
         child.cell.weights = child.born.weights
         child.expected_to_end = child.retired = False
+        child.exit = None
         await self.cell.nursery.start(self._live, child)
 
     async def _bring(self, child: Child) -> None:
@@ -427,10 +432,11 @@ class Supervisor(Actor[ActorExited]):
         # Before anybody runs who waited for this life: they are to wait for the next.
         child.set_down()
         if not child.expected_to_end:
+            child.exit = exited
             self.cell.post(exited)
 
     async def _stop_all(self) -> None:
-        for child in reversed(self._children.values()):
+        for child in list(reversed(self._children.values())):
             await self._stop(child)
 
     async def _stop(self, child: Child) -> None:

@@ -186,7 +186,6 @@ async def test_a_key_opens_what_its_role_is_for(pair: KeyPair, role: Role) -> No
         (CLIENT, "carol", Role.CLIENT, Role.OPERATOR),
         (CLIENT, "carol", Role.CLIENT, Role.REPLICA),
         (OPERATOR, "oscar", Role.OPERATOR, Role.REPLICA),
-        (REPLICA, "rob", Role.REPLICA, Role.CLIENT),
         (REPLICA, "rob", Role.REPLICA, Role.OPERATOR),
     ],
 )

@@ -21,6 +21,7 @@ from callboard.actors.ref import LocalRef
 from callboard.actors.routing import MAX_ATTEMPTS
 from callboard.actors.session import OUTBOX, WINDOW, Connection, Joined, Left, Said
 from callboard.actors.system import ActorSystem, open_system
+from callboard.actors.tickets import Tickets
 from callboard.actors.transport import MemoryNetwork, Network, ZmqNetwork
 from callboard.actors.zmq_socket import open_zmq_context
 from callboard.messages.base import Message, pack_ids, unpack_ids
@@ -30,6 +31,7 @@ from callboard.messages.control import (
     AbortRequests,
     ControlReply,
     KVLevel,
+    Pause,
     Stop,
     Suspend,
 )
@@ -55,7 +57,9 @@ ENDPOINT = "memory://coordinator"
 class Side:
     """One connection to the coordinator, and what has come over it."""
 
-    def __init__(self, stage: "Stage", role: Role, name: str, inbox: Any, outbox: Any) -> None:
+    def __init__(
+        self, stage: "Stage", role: Role, name: str, inbox: Any, outbox: Any, ticket: str = ""
+    ) -> None:
         self.heard: list[Message] = []
         self.sessions = 0
         self._news = trio.Event()
@@ -68,6 +72,7 @@ class Side:
             inbox=inbox,
             outbox=outbox,
             deliver=self._deliver,
+            ticket=ticket,
         )
 
     async def say(self, *messages: Message) -> None:
@@ -161,8 +166,8 @@ class Client(Side):
 class Replica(Side):
     """Says what it is told to, of the requests it was given."""
 
-    def __init__(self, stage: "Stage", name: str) -> None:
-        super().__init__(stage, Role.REPLICA, name, ToReplica, FromReplica)
+    def __init__(self, stage: "Stage", name: str, ticket: str = "") -> None:
+        super().__init__(stage, Role.REPLICA, name, ToReplica, FromReplica, ticket)
 
     @property
     def given(self) -> list[Submit]:
@@ -220,6 +225,7 @@ class Stage:
         self.metrics: Cell = system.cell("metrics")
         self.bound: list[str] = []
         self.placement: Placement = LeastLoaded()
+        self.tickets: Tickets | None = None
         self._nursery = nursery
 
     async def start(self) -> None:
@@ -239,8 +245,8 @@ class Stage:
         await self.enter(client := Client(self, name))
         return client
 
-    async def replica(self, name: str = "replica") -> Replica:
-        await self.enter(replica := Replica(self, name))
+    async def replica(self, name: str = "replica", ticket: str = "") -> Replica:
+        await self.enter(replica := Replica(self, name, ticket))
         return replica
 
     def details(self) -> dict[str, Any]:
@@ -264,6 +270,7 @@ class Stage:
             control_endpoint=lambda: "memory://control",
             model="a model",
             bound=self.bound.append,
+            tickets=self.tickets,
         )
 
 
@@ -638,6 +645,50 @@ async def test_a_request_that_loses_every_replica_is_failed_after_some(stage: St
     assert client.ended(FinishReason.ERROR) == ["r"]
     assert client.failure().code == "RequestFailed"
     assert (await stage.replica()).given == []
+
+
+async def test_replicas_that_are_lost_while_nothing_runs_are_no_requests_fault(
+    stage: Stage,
+) -> None:
+    client = await stage.client()
+    await stage.ref.ask(Pause())
+    await client.submit("r")
+    for _ in range(3 * MAX_ATTEMPTS):
+        replica = await stage.replica()
+        (request,) = replica.given
+        await replica.accept(request)
+        await replica.leave()
+    assert client.ends == {}
+
+
+async def test_a_replica_that_is_held_gets_requests_when_it_is_released(stage: Stage) -> None:
+    stage.tickets = Tickets()
+    await stage.crash()  # the next life asks for tickets
+    ticket = stage.tickets.issue("replica", held=True)
+    client, replica = await stage.client(), await stage.replica(ticket=ticket)
+    await client.submit("r")
+    assert (replica.given, stage.details()["replicas"]) == ([], 0)
+
+    stage.tickets.release(ticket)
+    await wait_all_tasks_blocked()
+
+    assert [request.prompt for request in replica.given] == [submit().prompt]
+    assert stage.details()["replicas"] == 1
+
+
+async def test_a_replica_that_leaves_while_it_is_held_leaves_nothing(stage: Stage) -> None:
+    stage.tickets = Tickets()
+    await stage.crash()
+    ticket = stage.tickets.issue("replica", held=True)
+    client, replica = await stage.client(), await stage.replica(ticket=ticket)
+    await client.submit("r")
+    await replica.leave()
+    stage.tickets.release(ticket)
+    await wait_all_tasks_blocked()
+
+    assert stage.details()["replicas"] == 0
+    again = await stage.replica(ticket=ticket)
+    assert len(again.given) == 1
 
 
 async def test_a_replica_that_lost_us_unnoticed_is_given_its_requests_again(

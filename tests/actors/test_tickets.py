@@ -13,7 +13,7 @@ def hello(ticket: str = "", role: Role = Role.REPLICA) -> Hello:
 
 def test_a_replica_gets_in_with_a_ticket_until_it_is_taken_back() -> None:
     tickets = Tickets()
-    ticket, other = tickets.issue(), tickets.issue()
+    ticket, other = tickets.issue("r"), tickets.issue("r")
 
     tickets.check(hello(ticket))
     tickets.revoke(ticket)

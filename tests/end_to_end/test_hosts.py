@@ -202,10 +202,13 @@ async def test_a_host_joins_with_the_key_of_a_replica_and_with_no_other(tmp_path
         with host(tmp_path / "c", server.endpoint, "--keys", str(keys / "client.key")) as wrong:
             assert await trio.to_thread.run_sync(wrong.wait) == 1
             assert "may not be used as replica" in wrong.said()
-        with host(tmp_path / "h", server.endpoint, "--keys", str(keys / "box.key")):
+        with host(tmp_path / "h", server.endpoint, "--keys", str(keys / "box.key")) as right:
             async with connect(server.endpoint, keys=keys / "operator.key") as engine:
                 await replicas(engine, 1)
                 [answer] = await engine.generate(PROMPTS[:1], max_tokens=3)
+            (keys / "allowed" / "box.pub").unlink()
+            assert await trio.to_thread.run_sync(right.wait) == 1
+            assert "is not on the list of this server" in right.said()
     assert len(answer.token_ids) == 3
 
 

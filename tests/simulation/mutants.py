@@ -149,8 +149,8 @@ def does_not_give_out_again() -> Replacement:
     """What a lost replica ran is forgotten with it."""
     original = Routing.replica_left
 
-    def replica_left(routing: Routing, replica: bytes) -> Any:
-        again, hopeless = original(routing, replica)
+    def replica_left(routing: Routing, replica: bytes, **options: Any) -> Any:
+        again, hopeless = original(routing, replica, **options)
         for request in again:
             routing._unassigned.pop(request.number, None)
         return again, hopeless

@@ -601,8 +601,8 @@ class World:
                 self.checks.life_ended(cell.name, cause)
             return cause
 
-        def counted_loss(routing: Routing, peer: bytes) -> Any:
-            lost = replica_left(routing, peer)
+        def counted_loss(routing: Routing, peer: bytes, **options: Any) -> Any:
+            lost = replica_left(routing, peer, **options)
             self.checks.losses += bool(lost[0] or lost[1])
             return lost
 

@@ -1,5 +1,6 @@
 """What root makes of hosts that come, go and fall silent; the hosts are played, on a mock clock."""
 
+import contextlib
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from callboard.messages.control import (
     UpdatePhase,
     UpdateWeights,
     Verb,
+    Weights,
     verb_name,
 )
 from callboard.messages.errors import (
@@ -39,6 +41,7 @@ from callboard.messages.errors import (
     Failure,
     NameInUse,
     StartFailed,
+    Unreachable,
 )
 from callboard.messages.membership import (
     PROTOCOL_VERSION,
@@ -66,6 +69,8 @@ class Host:
         self.start_s = 0.0
         self.fails: CallboardError | None = None  # at its start
         self.refuses: type[Verb] | None = None
+        self.reason = "no"
+        self.node: NodeStatus | None = None
         self.state = State.STARTING
         self.connection = Connection(
             house.system,
@@ -76,6 +81,7 @@ class Host:
             inbox=ToHost,
             outbox=FromHost,
             deliver=self._deliver,
+            once=True,
         )
         self._name = name
         self._house = house
@@ -108,7 +114,6 @@ class Host:
             case Left(for_good=for_good):
                 self.left_for_good = for_good
                 self.left.set()
-                self.connection.close(goodbye=False)
             case Joined():
                 pass
 
@@ -121,11 +126,11 @@ class Host:
                 answer = self.fails or HostUp(pid=7)
             case GetNode():
                 inner = NodeStatus(name=f"{self._name}-0", kind="ReplicaProcess", state=self.state)
-                answer = NodeStatus(
+                answer = self.node or NodeStatus(
                     name=self._name, kind="Supervisor", state=self.state, children=(inner,)
                 )
             case verb:
-                refused = "no" if isinstance(verb, self.refuses or ()) else ""
+                refused = self.reason if isinstance(verb, self.refuses or ()) else ""
                 if not refused:
                     self.state = REACHED.get(type(verb), self.state)
                 answer = ControlReply(verb=verb_name(verb), state=self.state, refused=refused)
@@ -204,17 +209,19 @@ class House:
         [joined] = (await self.status()).tree.children
         return {node.name: node.state for node in joined.children}
 
-    def may_register(self, ticket: str) -> bool:
-        hello = Hello(
+    def hello(self, ticket: str, name: str = "box-0") -> Hello:
+        return Hello(
             version=PROTOCOL_VERSION,
             role=Role.REPLICA,
-            name="box-0",
+            name=name,
             incarnation=1,
             schema="",
             ticket=ticket,
         )
+
+    def may_register(self, ticket: str, name: str = "box-0") -> bool:
         try:
-            self.tickets.check(hello)
+            self.tickets.check(self.hello(ticket, name))
         except AccessDenied:
             return False
         return True
@@ -352,18 +359,62 @@ async def test_a_host_that_cannot_start_has_no_place(
     await host.left.wait()
 
 
-async def test_a_host_that_does_not_start_in_time_has_no_place_and_may_come_again(
-    autojump_clock: MockClock,
-    house: House,
+async def test_a_host_may_take_longer_to_start_than_a_replica(
+    autojump_clock: MockClock, house: House
 ) -> None:
     host = Host(house, "box")
-    host.start_s = 1000.0
+    host.start_s = 3 * house.settings.start_timeout_s
     await host.join()
-    await trio.sleep(101.0)
+    await trio.sleep(host.start_s + 1.0)
 
-    assert await house.places() == {}
-    await host.left.wait()
-    assert (await house.host()).verbs == [Unpause()]
+    assert await house.places() == {"joined/box": State.RUNNING}
+
+
+async def test_the_replicas_of_a_host_that_starts_get_no_requests(
+    autojump_clock: MockClock, house: House
+) -> None:
+    released: list[float] = []
+    house.tickets.on_release = lambda: released.append(trio.current_time())
+    host = Host(house, "box")
+    host.start_s = 50.0
+    await host.join()
+    await trio.sleep(1.0)
+
+    assert house.may_register(host.order.ticket)
+    assert house.tickets.holds(house.hello(host.order.ticket))
+    await trio.sleep(50.0)
+    assert not house.tickets.holds(house.hello(host.order.ticket))
+    assert len(released) == 1
+
+
+async def test_memory_that_a_starting_host_may_take_is_waited_for(
+    autojump_clock: MockClock, house: House
+) -> None:
+    host = Host(house, "box")
+    host.start_s = 50.0
+    await host.join()
+    await trio.sleep(1.0)
+
+    assert (await house.ask(Suspend(), timeout=5.0)).late == ("joined/box",)
+    suspended = await house.ask(Suspend())
+
+    assert suspended.done
+    assert host.state is State.SUSPENDED
+
+
+async def test_what_the_tree_was_started_with_has_a_name_of_its_own_on_a_host(
+    autojump_clock: MockClock, house: House
+) -> None:
+    hosts = [await house.host(name) for name in ("a", "b")]
+    hosts[1].refuses = UpdateWeights
+    await house.ask(Pause())
+    with_new = await house.ask(UpdateWeights(source="new", version=3))
+
+    assert with_new.refused
+    hosts[1].refuses = None
+    assert (await house.status()).model == "a-model"
+    late = await house.host("c")
+    assert late.order.weights in (None, Weights(source="", version=0))
 
 
 # Going
@@ -475,16 +526,32 @@ async def test_a_host_that_refuses_to_be_what_the_tree_is_has_to_leave(
 
 
 async def test_when_their_supervisor_is_started_again_hosts_have_to_come_anew(
-    autojump_clock: MockClock,
-    house: House,
+    autojump_clock: MockClock, house: House
 ) -> None:
     host = await house.host()
     house.system.cell(JOINED).nursery.start_soon(fail)
     await host.left.wait()
+    assert not house.may_register(host.order.ticket)
+
+    assert (await house.ask(Pause(), timeout=5.0)).late == (JOINED,)
+    assert (await house.ask(Pause())).done
+    assert trio.current_time() > HOLD_S
+    again = await house.host()
+    assert again.verbs == [Pause()]
+    assert await house.places() == {"joined/box": State.PAUSED}
+
+
+async def test_nothing_is_waited_for_when_no_host_could_run(
+    autojump_clock: MockClock, house: House
+) -> None:
+    await house.host()
+    await house.ask(Pause())
+    began = trio.current_time()
+    house.system.cell(JOINED).nursery.start_soon(fail)
     await house.settle()
 
-    assert await house.places() == {}
-    assert (await house.host()).verbs == [Unpause()]
+    assert (await house.ask(Unpause())).done
+    assert trio.current_time() - began < 1.0
 
 
 async def fail() -> None:
@@ -501,3 +568,136 @@ async def test_hosts_hear_that_a_tree_that_ends_does_so_for_good(
     await host.left.wait()
 
     assert host.left_for_good
+
+
+# Coming again and again
+
+
+@pytest.mark.parametrize("seed", range(30))
+async def test_a_host_that_takes_the_place_of_one_that_is_just_lost_has_it_for_good(
+    autojump_clock: MockClock, house: House, seed: int
+) -> None:
+    await house.ask(Pause())
+    first = await house.host()
+    first.connection.close(goodbye=False)
+    for _ in range(seed):
+        await trio.lowlevel.checkpoint()
+    second = await Host(house, "box").join()
+    await trio.sleep(SILENCE_LIMIT_S + HOLD_S)
+    await house.ask(Unpause())
+
+    assert await house.places() == {"joined/box": State.RUNNING}
+    assert (await house.ask(Pause())).done
+    assert second.verbs[-2:] == [Unpause(), Pause()]
+
+
+async def test_a_host_that_root_has_dropped_does_not_come_back_before_its_replicas_are_gone(
+    autojump_clock: MockClock, house: House
+) -> None:
+    host = await house.host()
+    began = trio.current_time()
+    [peer] = house.root._host_peers
+    house.root.listener.drop(peer, "on purpose")
+
+    assert (await house.ask(Pause())).done
+    assert trio.current_time() - began >= HOLD_S
+    assert not host.connection.present
+
+
+async def test_no_name_of_a_host_is_remembered_when_it_has_gone(
+    autojump_clock: MockClock, house: House
+) -> None:
+    before = set(house.system.cells)
+    for number in range(20):
+        host = await house.host(f"box{number}")
+        host.connection.close()
+        await house.settle()
+
+    assert set(house.system.cells) == before
+
+
+# Hosts that mean harm
+
+
+async def test_a_ticket_is_good_for_the_replicas_of_its_host_alone(
+    autojump_clock: MockClock, house: House
+) -> None:
+    ticket = (await house.host()).order.ticket
+
+    names = ["box-0", "box-63", "replica-0", "box-x", "boxer-0", "box-0/scheduler", ""]
+    assert [name for name in names if house.may_register(ticket, name)] == ["box-0", "box-63"]
+
+
+async def test_a_host_that_fails_again_and_again_harms_nobody(
+    autojump_clock: MockClock, house: House
+) -> None:
+    failure = Failure.of(StartFailed("on purpose"))
+    other = await house.host("other")
+    for number in range(1, 30):
+        host = await house.host()
+        for _ in range(number):
+            host.connection.send_nowait(ReplicaFailed(failure=failure))
+        if number % 2:
+            host.connection.close(goodbye=False)
+        await house.settle()
+        await trio.sleep(SILENCE_LIMIT_S + HOLD_S)
+
+    assert await house.places() == {"joined/other": State.RUNNING}
+    assert not other.left.is_set()
+    assert house.system.cell(JOINED).lives == 1
+
+
+async def test_a_host_that_tells_of_a_bottomless_tree_harms_nobody(
+    autojump_clock: MockClock, house: House
+) -> None:
+    host = await house.host()
+    node = NodeStatus(name="leaf", kind="x", state=State.RUNNING)
+    for _ in range(400):
+        node = NodeStatus(name="node", kind="x", state=State.RUNNING, children=(node,))
+    host.node = node
+
+    status = await house.status()
+
+    assert status.state is State.RUNNING
+    assert len(repr(status.tree)) < 10_000
+
+
+async def test_a_host_that_says_more_than_root_can_pass_on_harms_nobody(
+    autojump_clock: MockClock, house: House
+) -> None:
+    host = await house.host()
+    host.refuses, host.reason = Pause, "x" * (40 * 2**20)
+
+    with pytest.raises(CallboardError):
+        await house.ask(Pause())
+
+    assert (await house.status()).state is not State.FAILED
+
+
+async def test_a_host_that_says_much_while_nobody_takes_hosts_in_has_to_leave(
+    autojump_clock: MockClock, house: House
+) -> None:
+    host = await house.host()
+    await house.ask(Pause())
+    house.system.cell(JOINED).nursery.start_soon(fail)
+    for _ in range(3000):
+        with contextlib.suppress(Unreachable):
+            host.connection.send_nowait(ReplicaFailed(failure=Failure.of(StartFailed("x"))))
+    await host.left.wait()
+
+    assert (await house.status()).state is State.PAUSED
+
+
+async def test_a_peer_that_was_a_host_and_is_an_operator_is_answered(
+    autojump_clock: MockClock, house: House
+) -> None:
+    host = await house.host()
+    host.connection._role = Role.OPERATOR
+    host.connection._schema = house.operator._schema
+    host.connection._incarnation += 1
+    host.connection._send_frame(host.connection._hello())
+    await house.settle()
+
+    assert (await house.ask(Unpause())).done
+    assert await house.places() in ({}, {"joined/box": State.RUNNING})
+    assert house.root._host_peers == set()
