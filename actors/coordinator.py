@@ -110,6 +110,9 @@ class _Released(_Timer, frozen=True):
 COUNTED = ("requests_aborted", "requests_retried", "requests_resumed", "slow_readers_ended")
 """What is counted besides refusals, which are by the name of their error: `refused_MailboxFull`."""
 
+_Aborting = tuple[AbortReply, Reply, list[OpenRequest]]
+"""What to answer, to whom, when these have ended."""
+
 CoordinatorInbox = (
     Said | Joined | Left | AbortRequests | _DrainOver | _Overdue | _GraceOver | _Released
 )
@@ -149,6 +152,7 @@ class Coordinator(Actor[CoordinatorInbox]):
         self._routing = Routing(placement)
         self._listener: Listener | None = None
         self._stopping: list[tuple[Stop, Reply]] = []
+        self._aborting: list[_Aborting] = []
         self._taken = 0
         self._counts: Counter[str] = Counter()
         self._clients = Clients()
@@ -214,6 +218,7 @@ class Coordinator(Actor[CoordinatorInbox]):
                 self._let_in()
         self._assign_waiting()
         self._acknowledge_stop()
+        self._acknowledge_aborts()
         return answer
 
     def details(self) -> dict[str, int | float | str]:
@@ -622,7 +627,8 @@ class Coordinator(Actor[CoordinatorInbox]):
             self._say(request.replica, Abort(request_id=request.wire_id))
         self._routing.close(request)
 
-    def _abort_requests(self, message: AbortRequests) -> AbortReply | CallboardError:
+    def _abort_requests(self, message: AbortRequests) -> CallboardError | None:
+        """Abort requests; answered when all of them have ended."""
         if bool(message.request_id) == message.all:
             return RequestError(
                 "say which request to abort, or that all are meant",
@@ -635,7 +641,20 @@ class Coordinator(Actor[CoordinatorInbox]):
             else self._routing.by_client_id(message.request_id)
         )
         self._abort(requests)
-        return AbortReply(aborted=len(requests))
+        self._aborting.append((AbortReply(aborted=len(requests)), self.defer(), requests))
+        return None
+
+    def _acknowledge_aborts(self) -> None:
+        still: list[_Aborting] = []
+        for answer, reply, requests in self._aborting:
+            left = [request for request in requests if self._routing.is_open(request)]
+            if reply.settled:  # who asked has given up
+                continue
+            if left:
+                still.append((answer, reply, left))
+            else:
+                reply.send(answer)
+        self._aborting = still
 
     def _end_streams(self) -> None:
         failure = Failure(code="ActorStopped", message="the engine stopped")

@@ -112,6 +112,11 @@ class Request:
         self._news: list[RequestEvent] = []  # what no delta has told yet
 
     @property
+    def has_run(self) -> bool:
+        """Whether it has had a row, here or in an earlier life that made tokens."""
+        return self.cached_tokens is not None or bool(self.output)
+
+    @property
     def tokens(self) -> "array[int]":
         """Everything a recomputation has to put back: the prompt and the output so far."""
         return self.prompt + self.output

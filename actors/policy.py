@@ -140,7 +140,7 @@ class SchedulingPolicy:
         """`paused_limit` is in blocks; `clock` gives the times of requests' events."""
         self.ledger = Ledger()
         self.device: DeviceReady | None = None
-        self.admitting = True
+        self._to_drain: set[Request] | None = None  # what is to end first; None: no drain
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._prefix_caching = prefix_caching
         self.weights_version = 0
@@ -249,7 +249,20 @@ class SchedulingPolicy:
     @property
     def has_work(self) -> bool:
         """Whether a step could be of use."""
-        return self.ledger.num_rows > 0 or (self.admitting and bool(self._waiting))
+        return self.ledger.num_rows > 0 or bool(self._admissible())
+
+    def begin_drain(self) -> None:
+        """Admit nothing from now on but requests that have run, which may have lost their row."""
+        self._to_drain = {request for request in self.ledger if request.has_run}
+
+    def end_drain(self) -> None:
+        """Admit all requests again."""
+        self._to_drain = None
+
+    def undrained(self) -> list[Request]:
+        """Return the requests that had run when the drain began, and have not ended."""
+        asked = self._to_drain or ()
+        return [one for one in asked if self.ledger.get(one.request_id) is one]
 
     @property
     def max_tokens(self) -> int | None:
@@ -397,7 +410,8 @@ class SchedulingPolicy:
             return admit
         places = self._known_device().max_rows - self.ledger.num_rows
         left, extra = budget, LOOK_AHEAD
-        for request in self._waiting[: min(places, LOOK_AHEAD) if self._denied else places]:
+        waiting = self._admissible()
+        for request in waiting[: min(places, LOOK_AHEAD) if self._denied else places]:
             extra -= left <= 0
             if extra < 0 or (admit and _is_suspect(request)):
                 break
@@ -409,9 +423,15 @@ class SchedulingPolicy:
         return admit
 
     def _may_admit(self) -> bool:
-        if not self.admitting or not self._waiting or self._starved:
+        if self._starved:
             return False
         return self._suspect is None or not _is_suspect(self._suspect)
+
+    def _admissible(self) -> list[Request]:
+        """Return the waiting requests that may have a row, in their order."""
+        if self._to_drain is None:
+            return self._waiting
+        return [request for request in self._waiting if request in self._to_drain]
 
     def _propose_new(self, request: Request, budget: int) -> PrefixRequest:
         """Propose a row for a waiting request; how much of it is cached is not known yet."""

@@ -162,7 +162,7 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         if verb.mode is PauseMode.DRAIN and not self._paused:
             self._draining = True
             self._drains += 1
-            self._policy.admitting = False
+            self._policy.begin_drain()
             over = _DrainOver(number=self._drains)
             self.tell_self_at(trio.current_time() + verb.drain_s, over)
         else:
@@ -177,7 +177,7 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
     async def on_unpause(self, verb: Unpause) -> ControlReply | None:
         """Step again; a PAUSE that has not been reached is refused."""
         self._paused = self._draining = False
-        self._policy.admitting = True
+        self._policy.end_drain()
         self._allowance = 0
         self._refuse_pauses()
         reply = self.ack(verb, requests=len(self._policy.ledger))
@@ -191,7 +191,7 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         """
         if not self._paused or self._pausing or self._stepping is not None:
             return ControlReply(verb="step", state=self.cell.state, refused="pause first")
-        self._policy.admitting = True  # which a drain has ended
+        self._policy.end_drain()  # which lasts until something is to run again
         self._allowance, self._step_until = verb.count, self.cell.deadline
         self._stepping = (verb, self.defer(), self._steps)
         self.cell.state = State.PAUSING
@@ -313,7 +313,7 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
     async def _abort_running(self, drain: int) -> None:
         if not self._draining or drain != self._drains:
             return
-        for request in self._policy.ledger.rows():
+        for request in self._policy.undrained():
             await self._finish(request.request_id, FinishReason.ABORT)
 
     async def _meet_device(self, device: DeviceReady) -> None:
@@ -327,7 +327,7 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
 
     async def _go_on(self) -> None:
         """Begin a round if one is due, and say so if a pause has been reached, or reached again."""
-        if self._draining and self._policy.ledger.num_rows == 0:
+        if self._draining and not self._policy.undrained():
             self._paused, self._draining = True, False
         steps_on = self._allowance > 0 and trio.current_time() < self._step_until
         if self._paused and not (steps_on and self._policy.has_work):

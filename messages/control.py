@@ -275,7 +275,7 @@ class GetNode(Call[NodeStatus], frozen=True):
 
 
 class AbortReply(Message, frozen=True):
-    """Tree → operator: so many open requests were found and aborted."""
+    """Tree → operator: so many open requests were found and aborted, and have ended."""
 
     aborted: int
 

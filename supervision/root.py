@@ -20,6 +20,8 @@ from callboard.messages.control import (
     ControlReply,
     GetStatus,
     NodeStatus,
+    Pause,
+    PauseMode,
     ReplicaStatus,
     Resume,
     State,
@@ -226,7 +228,16 @@ class Root(Supervisor):
             if not part.done:
                 return await self._undo(step, reply, before, deadline)
             self._lifecycle.reach(step)
+        if isinstance(verb, Pause) and verb.mode is PauseMode.ABORT:
+            return await self._abort_all(reply, deadline)
         return reply
+
+    async def _abort_all(self, reply: ControlReply, deadline: float) -> ControlReply:
+        """End what no replica knows of, too, and what was open in a tree that was paused before."""
+        answer = await self._abort(AbortRequests(all=True), deadline - trio.current_time())
+        if isinstance(answer, AbortReply):
+            return reply
+        return msgspec.structs.replace(reply, late=(self._coordinator.name,))
 
     async def _undo(
         self, step: Verb, reply: ControlReply, before: Weights, deadline: float

@@ -852,13 +852,25 @@ async def test_an_operator_aborts_by_id_across_clients_or_all_at_once(stage: Sta
     one, other, replica = await stage.client(), await stage.client(), await stage.replica()
     for client, name in ((one, "x"), (other, "x"), (one, "y"), (other, "z")):
         await client.submit(name)
-    assert await stage.ref.ask(AbortRequests(request_id="x")) == AbortReply(aborted=2)
-    assert await stage.ref.ask(AbortRequests(request_id="nobody's")) == AbortReply(aborted=0)
-    await wait_all_tasks_blocked()
-    assert replica.aborted == [request.request_id for request in replica.given[:2]]
-    assert await stage.ref.ask(AbortRequests(all=True)) == AbortReply(aborted=4)
-    await wait_all_tasks_blocked()
-    assert sorted(replica.aborted) == sorted(request.request_id for request in replica.given)
+    replies: list[AbortReply] = []
+
+    async def abort(call: AbortRequests) -> None:
+        replies.append(await stage.ref.ask(call))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(abort, AbortRequests(request_id="x"))
+        await wait_all_tasks_blocked()
+        assert replica.aborted == [request.request_id for request in replica.given[:2]]
+        nursery.start_soon(abort, AbortRequests(request_id="nobody's"))
+        await wait_all_tasks_blocked()
+        assert replies == [AbortReply(aborted=0)]
+        nursery.start_soon(abort, AbortRequests(all=True))
+        await wait_all_tasks_blocked()
+        assert sorted(replica.aborted) == sorted(request.request_id for request in replica.given)
+        for number, request in enumerate(replica.given):
+            assert len(replies) == (1 if number < 2 else 2)  # it is answered when all have ended
+            await replica.send(request, 0, finish=FinishReason.ABORT)
+    assert replies == [AbortReply(aborted=0), AbortReply(aborted=2), AbortReply(aborted=4)]
 
 
 @pytest.mark.parametrize("abort", [AbortRequests(), AbortRequests(request_id="x", all=True)])

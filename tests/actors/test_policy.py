@@ -610,20 +610,46 @@ def test_there_is_work_while_there_are_rows_or_requests_to_admit() -> None:
     seen = [replica.policy.has_work]
     replica.add("a")
     seen.append(replica.policy.has_work)
-    replica.policy.admitting = False
+    replica.policy.begin_drain()
     seen.append(replica.policy.has_work)
     assert seen == [False, True, False]
 
 
-def test_nothing_is_admitted_while_that_is_switched_off() -> None:
+def test_nothing_is_admitted_in_a_drain_but_what_has_run() -> None:
     replica = Replica()
     replica.add("a", max_tokens=3)
     replica.step()
-    replica.policy.admitting = False
+    replica.policy.begin_drain()
     replica.add("b")
     while replica.policy.has_work:
         replica.step()
     assert (list(replica.ends), replica.phases()) == (["a"], {"b": Phase.WAITING})
+    assert replica.policy.undrained() == []
+
+
+def test_what_has_run_and_lost_its_row_ends_in_a_drain_as_well() -> None:
+    replica = Replica(num_blocks=4, block_tokens=4)
+    replica.add("old", prompt=1, max_tokens=12)
+    replica.add("new", prompt=4, max_tokens=10)
+    replica.step()
+    replica.policy.begin_drain()
+    replica.add("later")
+    while replica.policy.has_work:
+        replica.step()
+    assert sorted(replica.ends) == ["new", "old"]
+    assert replica.phases() == {"later": Phase.WAITING}
+
+
+def test_a_drain_goes_on_with_what_a_lost_device_was_running() -> None:
+    replica = Replica()
+    replica.add("a", max_tokens=3)
+    replica.step()
+    replica.policy.begin_drain()
+    replica.restart()
+    assert [request.request_id for request in replica.policy.undrained()] == ["a"]
+    while replica.policy.has_work:
+        replica.step()
+    assert list(replica.ends) == ["a"]
 
 
 # Too few blocks.
@@ -1790,7 +1816,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(admitting=booleans())
     def switch_admitting(self, admitting: bool) -> None:
-        self.replica.policy.admitting = admitting
+        policy = self.replica.policy
+        (policy.end_drain if admitting else policy.begin_drain)()
 
     @invariant()
     def blocks_are_conserved(self) -> None:
@@ -1814,7 +1841,7 @@ class AnyOrder(RuleBasedStateMachine):
                 self.run_device()
             if self.done:
                 self.advance()
-        self.replica.policy.admitting = True
+        self.replica.policy.end_drain()
         self.replica.drain()
         self._check_ends()
 

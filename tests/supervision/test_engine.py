@@ -1433,6 +1433,23 @@ async def test_an_exception_of_the_caller_at_any_moment_comes_out_and_nothing_is
         assert device_threads() == []
 
 
+@pytest.mark.parametrize("suspended", [False, True])
+async def test_a_pause_that_aborts_does_so_where_nothing_ran_any_more(
+    engine: Engine, suspended: bool
+) -> None:
+    await engine.pause()
+    requests = [await engine.add_request(str(n), [n], max_tokens=100) for n in range(3)]
+    await engine.step(2)
+    requests.append(await engine.add_request("queued", [9], max_tokens=100))
+    if suspended:
+        await engine.suspend()
+
+    reply = await engine.pause("abort")
+
+    assert reply.state is (State.SUSPENDED if suspended else State.PAUSED)
+    assert [request.finish_reason for request in requests] == [FinishReason.ABORT] * 4
+
+
 async def test_numbers_of_numpy_and_torch_are_numbers(engine: Engine) -> None:
     [answer] = await engine.generate(
         [[5]], max_tokens=np.int64(3), temperature=np.float32(0.0), seed=torch.tensor(7)
