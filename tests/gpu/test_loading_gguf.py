@@ -355,6 +355,38 @@ def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
         read_config(path)
 
 
+def header(num_values: int, values: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, num_values) + values
+
+
+def value(key: bytes, kind: int, content: bytes) -> bytes:
+    return struct.pack("<Q", len(key)) + key + struct.pack("<I", kind) + content
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (header(1), "cut off or damaged"),
+        (header(2**60), "cut off or damaged"),
+        (header(1, struct.pack("<Q", 2**63)), "cut off or damaged"),
+        (header(1, value(b"k", 8, struct.pack("<Q", 2**40) + b"short")), "cut off or damaged"),
+        (header(1, value(b"k", 9, struct.pack("<IQ", 4, 2**60))), "cut off or damaged"),
+        (header(1, value(b"k", 9, struct.pack("<IQ", 8, 2**60))), "cut off or damaged"),
+        (header(1, value(b"k", 9, struct.pack("<IQ", 9, 1) + b"\0" * 9)), "unknown value type 9"),
+        (header(1, value(b"k", 99, b"")), "unknown value type 99"),
+        (header(1, value(b"\xff", 4, b"\0\0\0\0")), "string at byte 32 is not UTF-8"),
+    ],
+)
+def test_a_damaged_header_is_refused_by_name_and_no_length_in_it_is_trusted(
+    content: bytes, fault: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(content)
+
+    with pytest.raises(ModelError, match=rf"bad\.gguf: .*{fault}"):
+        read_gguf(path)
+
+
 def test_a_file_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
