@@ -1,7 +1,7 @@
 """Builds a decoder out of a checkpoint, one weight at a time.
 
-Each weight is read, copied to the device in the dtype to compute in, and let go before the next:
-no more than the model and a tensor or two are held at once, and nothing of the file stays in use.
+Each weight is read to where it is computed with, in the dtype to compute in, before the next: no
+more than the model and a tensor or two are held at once, and nothing of the file stays in use.
 """
 
 import torch
@@ -111,6 +111,6 @@ class Assembler:
         rows = [shape[0] for shape in shapes]
         weight = torch.empty((sum(rows), *shapes[0][1:]), dtype=self._dtype, device=self._device)
         for name, part in zip(names, weight.split_with_sizes(rows), strict=True):
-            part.copy_(self._checkpoint.read(name))
+            self._checkpoint.read_into(name, part)
         self.weights_bytes += weight.nbytes
         return weight

@@ -44,8 +44,11 @@ class Checkpoint(Protocol):
     def stored_name(self, name: str) -> str:
         """Return the file's own name for a tensor, whether it is there or not."""
 
-    def read(self, name: str) -> "Tensor":
-        """Return a tensor on the CPU in some floating dtype; the caller copies it and lets go."""
+    def read_into(self, name: str, weight: "Tensor") -> None:
+        """Fill a contiguous tensor of the stored one's shape, whatever its device and dtype.
+
+        Raises ModelError, naming file and tensor, where the file has changed since it was opened.
+        """
 
 
 def layer_tensor(layer: int, name: str) -> str:

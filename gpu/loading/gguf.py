@@ -6,6 +6,7 @@ Supported are the architectures `llama` (which Mistral's files name too), `qwen2
 import math
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from callboard.gpu.loading.checkpoint import (
 from callboard.gpu.loading.config import ModelConfig
 from callboard.gpu.loading.errors import ModelError
 from callboard.gpu.loading.gguf_file import GgufFile, GgufTensor, read_gguf
+from callboard.gpu.loading.weight_file import WeightFile
 from callboard.gpu.models.config import (
     DecoderConfig,
     FrequencyFactors,
@@ -87,8 +89,8 @@ class _Hyperparameters(msgspec.Struct, frozen=True):
 class GgufSource:
     """A GGUF file that holds a whole model."""
 
-    def __init__(self, path: Path, source: str) -> None:
-        self._file = read_gguf(path)
+    def __init__(self, path: Path, source: str, files: ExitStack) -> None:
+        self._file = read_gguf(files.enter_context(WeightFile(path)))
         architecture = _architecture(self._file)
         self.config = ModelConfig(
             source=source,
@@ -125,13 +127,13 @@ class GgufCheckpoint:
     def stored_name(self, name: str) -> str:
         return _stored_name(name)
 
-    def read(self, name: str) -> "Tensor":
-        weight = _dequantize(self._file, self._file.tensors[_stored_name(name)])
+    def read_into(self, name: str, weight: "Tensor") -> None:
+        stored = _dequantize(self._file, self._file.tensors[_stored_name(name)])
         if self._permuted and ".self_attn.q_proj." in name:
-            return _unpermute(weight, self._config.num_heads)
+            stored = _unpermute(stored, self._config.num_heads)
         if self._permuted and ".self_attn.k_proj." in name:
-            return _unpermute(weight, self._config.num_kv_heads)
-        return weight
+            stored = _unpermute(stored, self._config.num_kv_heads)
+        weight.copy_(stored)
 
 
 def _unpermute(weight: "Tensor", num_heads: int) -> "Tensor":
@@ -316,12 +318,10 @@ def _dequantize(file: GgufFile, tensor: GgufTensor) -> "Tensor":
     import torch
     from gguf.quants import dequantize
 
-    num_bytes = _num_bytes(file, tensor)
-    mapped = np.memmap(file.path, np.uint8, "r", offset=tensor.offset, shape=(num_bytes,))
-    rows = np.asarray(mapped).reshape(tensor.shape[0], -1)
+    packed = np.empty(_num_bytes(file, tensor), np.uint8)
+    file.contents.read_into(packed.data, tensor.offset, what=f"tensor {tensor.name!r}")
     try:
-        values = dequantize(rows, _encoding(file, tensor))
+        values = dequantize(packed.reshape(tensor.shape[0], -1), _encoding(file, tensor))
     except NotImplementedError as error:
         raise ModelError(f"{file.path}: tensor {tensor.name!r}: {error}") from error
-    owned = np.require(values, np.float32, ["C", "W"])  # copies what is still the file's
-    return torch.from_numpy(owned).view(tensor.shape)
+    return torch.from_numpy(np.require(values, np.float32, ["C", "W"])).view(tensor.shape)

@@ -5,17 +5,19 @@ The `gguf` package has a reader as well; it makes an array of each of a tokenize
 checked against what is left of the file. The tensors' encodings are left to the package.
 """
 
-import mmap
 import struct
 from pathlib import Path
 from typing import NamedTuple
 
 from callboard.gpu.loading.errors import ModelError
+from callboard.gpu.loading.weight_file import WeightFile
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
+_WINDOW_BYTES = 2**18
+"""What is read at once: a header has 100,000 strings, and a read for each would take too long."""
 
 # The format's value types; scalars by their struct codes.
 _STRING, _ARRAY = 8, 9
@@ -46,31 +48,32 @@ class GgufTensor(NamedTuple):
 
 
 class GgufFile(NamedTuple):
-    """The header of a GGUF file."""
+    """The header of a GGUF file, and the file, which its tensors are read from."""
 
-    path: Path
-    num_bytes: int
+    contents: WeightFile
     metadata: dict[str, object]
     """Numbers, booleans, strings and lists of these, by key."""
     tensors: dict[str, GgufTensor]
 
+    @property
+    def path(self) -> Path:
+        """The file's name when it was opened."""
+        return self.contents.path
 
-def read_gguf(path: Path) -> GgufFile:
-    """Read the header; raises ModelError where the file is missing, foreign, cut off or damaged."""
-    try:
-        with path.open("rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
-                raise ModelError(
-                    f"{path}: not a GGUF file: it does not begin with 'GGUF'; name a Hugging Face"
-                    " model by its folder"
-                )
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _read_header(path, _Cursor(path, data))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    @property
+    def num_bytes(self) -> int:
+        """The size of the whole file."""
+        return self.contents.num_bytes
 
 
-def _read_header(path: Path, cursor: "_Cursor") -> GgufFile:
+def read_gguf(file: WeightFile) -> GgufFile:
+    """Read the header; raises ModelError where the file is foreign, cut off or damaged."""
+    path, cursor = file.path, _Cursor(file)
+    if not cursor.begins_with(_MAGIC):
+        raise ModelError(
+            f"{path}: not a GGUF file: it does not begin with 'GGUF'; name a Hugging Face model by"
+            " its folder"
+        )
     version = cursor.scalar("I")
     if version not in _VERSIONS:
         raise ModelError(f"{path}: GGUF version {version} is not one of {_VERSIONS}")
@@ -82,8 +85,7 @@ def _read_header(path: Path, cursor: "_Cursor") -> GgufFile:
     tensors = [cursor.tensor() for _ in range(num_tensors)]
     start = _align(cursor.position, metadata.get("general.alignment", _DEFAULT_ALIGNMENT), path)
     return GgufFile(
-        path=path,
-        num_bytes=cursor.num_bytes,
+        contents=file,
         metadata=metadata,
         tensors={tensor.name: tensor._replace(offset=start + tensor.offset) for tensor in tensors},
     )
@@ -98,11 +100,16 @@ def _align(position: int, alignment: object, path: Path) -> int:
 class _Cursor:
     """Reads one value after another, and no further than the file goes."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self._path = path
-        self._data = data
-        self.num_bytes = len(data)
-        self.position = len(_MAGIC)
+    def __init__(self, file: WeightFile) -> None:
+        self._file = file
+        self._path = file.path
+        self._window = bytearray()
+        self._window_start = 0
+        self.position = 0
+
+    def begins_with(self, magic: bytes) -> bool:
+        """Whether the file does; what is read next follows on it."""
+        return self._file.num_bytes >= len(magic) and self._take(len(magic)) == magic
 
     def scalar(self, code: str) -> int:
         return int(self._unpack(f"<{code}")[0])
@@ -115,9 +122,9 @@ class _Cursor:
 
     def string(self) -> str:
         length = self.count()
-        start, self.position = self.position, self.position + length
+        start = self.position
         try:
-            return self._data[start : self.position].decode()
+            return self._take(length).decode()
         except UnicodeDecodeError as error:
             raise ModelError(
                 f"{self._path}: damaged: the string at byte {start} is not UTF-8"
@@ -154,15 +161,27 @@ class _Cursor:
         return code
 
     def _unpack(self, layout: str) -> tuple[int, ...]:
-        size = struct.calcsize(layout)
-        self._require(size)
-        values = struct.unpack_from(layout, self._data, self.position)
-        self.position += size
-        return values
+        return struct.unpack(layout, self._take(struct.calcsize(layout)))
+
+    def _take(self, num_bytes: int) -> bytearray:
+        self._require(num_bytes)
+        start = self.position - self._window_start
+        if start + num_bytes > len(self._window):
+            self._move_window(num_bytes)
+            start = 0
+        self.position += num_bytes
+        return self._window[start : start + num_bytes]
+
+    def _move_window(self, num_bytes: int) -> None:
+        """Read from the position on, so many bytes or more."""
+        rest = self._file.num_bytes - self.position
+        num_bytes = max(num_bytes, min(_WINDOW_BYTES, rest))
+        self._window = self._file.read(self.position, num_bytes, what="its header")
+        self._window_start = self.position
 
     def _require(self, num_bytes: int) -> None:
-        if num_bytes > self.num_bytes - self.position:
+        if num_bytes > self._file.num_bytes - self.position:
             raise ModelError(
                 f"{self._path}: cut off or damaged: {num_bytes} bytes are wanted at byte"
-                f" {self.position} of {self.num_bytes}"
+                f" {self.position} of {self._file.num_bytes}"
             )

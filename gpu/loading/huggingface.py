@@ -1,6 +1,7 @@
 """Models in Hugging Face folders: config.json and safetensors. Pickled weights are never read."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -9,6 +10,8 @@ import msgspec
 from callboard.gpu.loading.checkpoint import TensorInfo
 from callboard.gpu.loading.config import ModelConfig
 from callboard.gpu.loading.errors import ModelError
+from callboard.gpu.loading.safetensors_file import SafetensorsTensor, read_safetensors
+from callboard.gpu.loading.weight_file import WeightFile
 from callboard.gpu.models.config import (
     DecoderConfig,
     LinearScaling,
@@ -24,7 +27,9 @@ _CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_SUPPORTED_DTYPES = ("F64", "F32", "F16", "BF16")
+_TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_PIECE_BYTES = 2**22
+"""What is read at once: so little stays in the cache of the CPU until it is copied."""
 
 _ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -80,12 +85,15 @@ class _Index(msgspec.Struct, frozen=True):
 class HuggingFaceSource:
     """A folder as `save_pretrained` writes it."""
 
-    def __init__(self, folder: Path, source: str) -> None:
+    def __init__(self, folder: Path, source: str, files: ExitStack) -> None:
         self._folder = folder
+        self._files = files
         self.config = read_config_json(folder / _CONFIG, source)
 
     def open(self) -> "SafetensorsCheckpoint":
-        return SafetensorsCheckpoint(self._folder)
+        paths = _weight_files(self._folder)
+        files = [self._files.enter_context(WeightFile(path)) for path in paths]
+        return SafetensorsCheckpoint(str(self._folder), files)
 
 
 def read_config_json(path: Path, source: str) -> ModelConfig:
@@ -116,22 +124,40 @@ def read_config_json(path: Path, source: str) -> ModelConfig:
 class SafetensorsCheckpoint:
     """The tensors of a folder's safetensors files; see `Checkpoint`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.source = str(folder)
-        self._files: dict[str, Any] = {}
-        tensors: dict[str, TensorInfo] = {}
-        for path in _weight_files(folder):
-            self._files[str(path)] = file = _open_safetensors(path)
-            names: list[str] = file.keys()
-            tensors |= {name: _describe(path, file, name) for name in names}
-        self.tensors: Mapping[str, TensorInfo] = tensors
+    def __init__(self, source: str, files: Iterable[WeightFile]) -> None:
+        self.source = source
+        self._stored = {
+            name: (file, tensor)
+            for file in files
+            for name, tensor in read_safetensors(file).items()
+        }
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: _describe(file, tensor) for name, (file, tensor) in self._stored.items()
+        }
 
     def stored_name(self, name: str) -> str:
         return name
 
-    def read(self, name: str) -> "Tensor":
-        tensor: Tensor = self._files[self.tensors[name].file].get_tensor(name)
-        return tensor
+    def read_into(self, name: str, weight: "Tensor") -> None:
+        import torch
+
+        file, stored = self._stored[name]
+        dtype: torch.dtype = getattr(torch, _TORCH_DTYPES[stored.dtype])
+        as_stored = weight.dtype == dtype and weight.device.type == "cpu"
+        elements, length = weight.view(-1), _PIECE_BYTES // dtype.itemsize
+        piece = torch.empty(0 if as_stored else min(length, len(elements)), dtype=dtype)
+        for start in range(0, len(elements), length):
+            part = elements[start : start + length]
+            content = part if as_stored else piece[: len(part)]
+            offset = stored.offset + start * dtype.itemsize
+            file.read_into(_bytes_of(content), offset, what=f"tensor {name!r}")
+            part.copy_(content)  # does nothing where they are one
+
+
+def _bytes_of(content: "Tensor") -> memoryview:
+    import torch
+
+    return content.view(torch.uint8).numpy().data
 
 
 def _decoder_config(path: Path, config: _Config) -> tuple[str, DecoderConfig]:
@@ -264,24 +290,11 @@ def _beside(index: Path, name: str) -> Path:
     return index.with_name(name)
 
 
-def _open_safetensors(path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(path, framework="pt")
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from error
-    except SafetensorError as error:
-        raise ModelError(f"{path}: not a whole safetensors file: {error}") from error
-
-
-def _describe(path: Path, file: Any, name: str) -> TensorInfo:
-    stored = file.get_slice(name)
-    dtype = stored.get_dtype()
+def _describe(file: WeightFile, tensor: SafetensorsTensor) -> TensorInfo:
     return TensorInfo(
-        file=str(path),
-        name=name,
-        shape=tuple(stored.get_shape()),
-        dtype=dtype,
-        is_supported=dtype in _SUPPORTED_DTYPES,
+        file=str(file.path),
+        name=tensor.name,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        is_supported=tensor.dtype in _TORCH_DTYPES,
     )

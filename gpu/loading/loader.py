@@ -1,9 +1,11 @@
 """Loads a model by what the user calls it: a GGUF file, a Hugging Face folder, or `random:`.
 
-torch, gguf and safetensors are imported when weights are loaded, not before.
+torch and gguf are imported when weights are loaded, not before.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,13 +43,14 @@ class LoadedModel:
 
 def read_config(source: str | Path) -> ModelConfig:
     """Read what a model says about itself, without its weights. Raises ModelError."""
-    return _find(source).config
+    with _find(source) as found:
+        return found.config
 
 
 def check_model(source: str | Path) -> None:
     """Raise ModelError unless every weight a model needs is there in its shape; read none yet."""
-    found = _find(source)
-    check_tensors(found.config.decoder, found.open())
+    with _find(source) as found:
+        check_tensors(found.config.decoder, found.open())
 
 
 def load_model(
@@ -68,35 +71,43 @@ def load_model(
 
     Raises ModelError, naming file and tensor, where the source is missing, foreign, damaged, of an
     architecture that is not supported, or at odds with its own configuration; all this before
-    memory is taken. Raises ValueError where the attention backend cannot be used.
+    memory is taken; and where a file changes while it is read. Raises ValueError where the
+    attention backend cannot be used.
     """
     from callboard.gpu.attention.registry import choose_backend
     from callboard.gpu.loading.assemble import Assembler
 
     start = time.monotonic()
     backend = choose_backend(device, dtype, attention)
-    found = _find(source)
-    checkpoint = found.open()
-    unused_tensors = check_tensors(found.config.decoder, checkpoint)
-    assembler = Assembler(found.config.decoder, checkpoint, backend, device=device, dtype=dtype)
-    decoder = assembler.decoder()
+    with _find(source) as found:
+        config, checkpoint = found.config, found.open()
+        unused_tensors = check_tensors(config.decoder, checkpoint)
+        assembler = Assembler(config.decoder, checkpoint, backend, device=device, dtype=dtype)
+        decoder = assembler.decoder()
     return LoadedModel(
         decoder=decoder,
         attention=backend,
-        config=found.config,
+        config=config,
         weights_bytes=assembler.weights_bytes,
         unused_tensors=unused_tensors,
         seconds=time.monotonic() - start,
     )
 
 
-def _find(source: str | Path) -> ModelSource:
+@contextmanager
+def _find(source: str | Path) -> Iterator[ModelSource]:
+    """Yield what the user named; its files are open for as long."""
+    with ExitStack() as files:
+        yield _source(source, files)
+
+
+def _source(source: str | Path, files: ExitStack) -> ModelSource:
     name = str(source)
     if name.startswith(_RANDOM):
         return RandomSource(name.removeprefix(_RANDOM), name)
     path = Path(source)
     if path.is_dir():
-        return HuggingFaceSource(path, name)
+        return HuggingFaceSource(path, name, files)
     if not path.exists():
         raise ModelError(f"{name}: no such file or folder")
-    return GgufSource(path, name)
+    return GgufSource(path, name, files)

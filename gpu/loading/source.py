@@ -7,7 +7,11 @@ from callboard.gpu.loading.config import ModelConfig
 
 
 class ModelSource(Protocol):
-    """A place that names a model: its configuration is read, its weights not yet."""
+    """A place that names a model: its configuration is read, its weights not yet.
+
+    Made with an ExitStack where it has files: those that it opens, for its checkpoint too, are held
+    open until that is closed.
+    """
 
     @property
     def config(self) -> ModelConfig: ...

@@ -23,6 +23,7 @@ from tokenizers import (
 from callboard.gpu.loading.chat_template import ChatTemplate, ChatTemplateError
 from callboard.gpu.loading.errors import ModelError
 from callboard.gpu.loading.gguf_file import read_gguf
+from callboard.gpu.loading.weight_file import WeightFile
 from callboard.gpu.text import token_decoder
 from callboard.logs import get_logger
 
@@ -316,7 +317,9 @@ _PRE_TOKENIZERS = {
 
 def _load_gguf(file: Path) -> TextTokenizer:
     try:
-        return _from_metadata(file, read_gguf(file).metadata)
+        with WeightFile(file) as opened:
+            metadata = read_gguf(opened).metadata
+        return _from_metadata(file, metadata)
     except ModelError as error:
         raise TokenizerError(str(error)) from error
     except KeyError as error:

@@ -1,5 +1,6 @@
 """GGUF files: written here by the gguf package, whole and damaged, and read by our loader."""
 
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from callboard.gpu.attention.base import build_metadata
 from callboard.gpu.kv_cache import KVCache
-from callboard.gpu.loading import LoadedModel, ModelError, load_model, read_config
-from callboard.gpu.loading.gguf_file import read_gguf
+from callboard.gpu.loading import LoadedModel, ModelError, check_model, load_model, read_config
+from callboard.gpu.loading.gguf import GgufCheckpoint, GgufSource
+from callboard.gpu.loading.gguf_file import GgufFile, read_gguf
+from callboard.gpu.loading.weight_file import WeightFile
 from callboard.gpu.models.config import FrequencyFactors, LinearScaling
 
 CPU = torch.device("cpu")
@@ -148,6 +151,11 @@ def our_logits(model: LoadedModel, tokens: Tensor) -> Tensor:
     metadata = build_metadata([len(tokens)], [len(tokens)], [[0]], block_tokens=len(tokens))
     with torch.inference_mode():
         return model.decoder.logits(model.decoder.forward(tokens, metadata, cache))
+
+
+def header_of(path: Path) -> GgufFile:
+    with WeightFile(path) as file:
+        return read_gguf(file)
 
 
 def load(path: Path) -> LoadedModel:
@@ -384,7 +392,7 @@ def test_a_damaged_header_is_refused_by_name_and_no_length_in_it_is_trusted(
     path.write_bytes(content)
 
     with pytest.raises(ModelError, match=rf"bad\.gguf: .*{fault}"):
-        read_gguf(path)
+        header_of(path)
 
 
 def test_a_file_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
@@ -402,18 +410,18 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_a_header_cut_off_anywhere_is_refused(write: Callable[..., Path], tmp_path: Path) -> None:
     whole = write()
-    end_of_header = min(tensor.offset for tensor in read_gguf(whole).tensors.values())
+    end_of_header = min(tensor.offset for tensor in header_of(whole).tensors.values())
     path = tmp_path / "cut.gguf"
 
     for length in range(4, end_of_header - 32, 29):
         path.write_bytes(whole.read_bytes()[:length])
         with pytest.raises(ModelError, match=r"cut off|cannot be read"):
-            read_gguf(path)
+            header_of(path)
 
 
 def test_tensors_cut_off_are_refused_before_any_is_read(write: Callable[..., Path]) -> None:
     path = write()
-    last = max(read_gguf(path).tensors.values(), key=lambda tensor: tensor.offset)
+    last = max(header_of(path).tensors.values(), key=lambda tensor: tensor.offset)
     path.write_bytes(path.read_bytes()[: last.offset + 8])
 
     with pytest.raises(ModelError, match=f"cut off: tensor {last.name!r} ends beyond the file"):
@@ -424,7 +432,7 @@ def test_a_header_with_a_byte_changed_is_read_or_refused(
     write: Callable[..., Path], tmp_path: Path
 ) -> None:
     whole = write()
-    header = min(tensor.offset for tensor in read_gguf(whole).tensors.values())
+    header = min(tensor.offset for tensor in header_of(whole).tensors.values())
     content = whole.read_bytes()
     generator = np.random.default_rng(0)
     path = tmp_path / "changed.gguf"
@@ -456,3 +464,90 @@ def test_a_model_said_to_be_enormous_is_refused_without_being_allocated(
 
     with pytest.raises(ModelError, match=message):
         load(path)
+
+
+# Files that change while they are read
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 4)
+
+
+def save_over(path: Path) -> None:
+    with path.open("wb") as file:
+        file.write(b"GGUF")
+
+
+def overwrite(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"\0" * path.stat().st_size)
+
+
+def is_open(path: Path) -> bool:
+    """Whether this process has a file open."""
+    links = [Path("/proc/self/fd") / number for number in os.listdir("/proc/self/fd")]
+    return str(path) in [os.readlink(link) for link in links if link.is_symlink()]
+
+
+@pytest.mark.parametrize("change", [cut, save_over, overwrite])
+def test_a_file_that_changes_while_it_is_read_is_refused_with_the_tensor(
+    change: Callable[[Path], None], write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write()
+    os.utime(path, (0, 0))  # the clock of files is too coarse to tell a new one's last changes
+    read_into = GgufCheckpoint.read_into
+
+    def read_and_change(checkpoint: GgufCheckpoint, name: str, weight: Tensor) -> None:
+        monkeypatch.undo()
+        read_into(checkpoint, name, weight)
+        change(path)
+
+    monkeypatch.setattr(GgufCheckpoint, "read_into", read_and_change)
+
+    with pytest.raises(ModelError, match=f"{path}: tensor 'blk.*: the file changed while it was"):
+        load(path)
+    assert not is_open(path)
+
+
+def test_a_file_renamed_over_one_whose_header_was_read_changes_nothing(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shrink(metadata: dict[str, Any], tensors: dict[str, Any]) -> None:
+        tensors["output.weight"] = tensors["output.weight"] / 2
+
+    path = write()
+    path = path.rename(path.with_name("old.gguf"))
+    new = write(shrink)
+    tokens = torch.arange(20)
+    expected = our_logits(load(path), tokens)
+    open_checkpoint = GgufSource.open
+
+    def rename_and_open(source: GgufSource) -> GgufCheckpoint:
+        new.rename(path)
+        return open_checkpoint(source)
+
+    monkeypatch.setattr(GgufSource, "open", rename_and_open)
+    model = load(path)
+    monkeypatch.undo()
+
+    torch.testing.assert_close(our_logits(model, tokens), expected, rtol=0, atol=0)
+    torch.testing.assert_close(our_logits(load(path), tokens), expected / 2, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("use", [load, check_model, read_config])
+def test_no_file_is_left_open(use: Callable[[Path], object], write: Callable[..., Path]) -> None:
+    path = write()
+
+    use(path)
+
+    assert not is_open(path)
+
+
+def test_a_file_that_is_refused_is_not_left_open(write: Callable[..., Path]) -> None:
+    path = write(forget("llama.block_count"))
+
+    with pytest.raises(ModelError) as caught:
+        load(path)
+
+    assert not is_open(path)
+    assert "block_count" in str(caught.value)

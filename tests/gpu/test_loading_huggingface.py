@@ -1,6 +1,9 @@
 """Hugging Face folders: saved by transformers, edited, damaged. Logits are in test_decoder."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from callboard.gpu.loading import LoadedModel, ModelError, load_model, read_config
+from callboard.gpu.loading import LoadedModel, ModelError, check_model, load_model, read_config
+from callboard.gpu.loading.huggingface import SafetensorsCheckpoint
 from callboard.gpu.models.config import LinearScaling, Llama3Scaling, YarnScaling
 
 SHAPE: dict[str, Any] = {
@@ -303,3 +307,132 @@ def test_a_tensor_that_does_not_fit_is_named(
 
     with pytest.raises(ModelError, match=message):
         load(folder)
+
+
+# Files that change while they are read
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 4)
+
+
+def save_over(path: Path) -> None:
+    with path.open("wb") as file:
+        file.write(b"the beginning of")
+
+
+def overwrite(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"\0" * path.stat().st_size)
+
+
+def after_the_first_tensor(monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]) -> None:
+    read_into = SafetensorsCheckpoint.read_into
+
+    def read_and_change(checkpoint: SafetensorsCheckpoint, name: str, weight: torch.Tensor) -> None:
+        monkeypatch.undo()
+        read_into(checkpoint, name, weight)
+        change()
+
+    monkeypatch.setattr(SafetensorsCheckpoint, "read_into", read_and_change)
+
+
+def open_files(folder: Path) -> list[str]:
+    """Which files of a folder this process has open."""
+    links = [Path("/proc/self/fd") / number for number in os.listdir("/proc/self/fd")]
+    targets = [os.readlink(link) for link in links if link.is_symlink()]
+    return [target for target in targets if target.startswith(f"{folder}/")]
+
+
+@pytest.mark.parametrize("change", [cut, save_over, overwrite])
+def test_a_file_that_changes_while_it_is_read_is_refused_with_the_tensor(
+    change: Callable[[Path], None], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder / "model.safetensors"
+    os.utime(path, (0, 0))  # the clock of files is too coarse to tell a new one's last changes
+    after_the_first_tensor(monkeypatch, lambda: change(path))
+
+    with pytest.raises(ModelError, match=f"{path}: tensor 'model.*: the file changed while it was"):
+        load(folder)
+    assert open_files(folder) == []
+
+
+@pytest.mark.parametrize("part", [1, 2, 3])
+def test_one_file_of_several_that_changes_is_named(
+    part: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    sharded = folder / "sharded"
+    model.save_pretrained(sharded, max_shard_size="20KB")
+    path = sorted(sharded.glob("*.safetensors"))[part]
+    after_the_first_tensor(monkeypatch, lambda: cut(path))
+
+    with pytest.raises(ModelError, match=f"{path}: tensor '.*: the file changed"):
+        load(sharded)
+    assert open_files(sharded) == []
+
+
+def test_a_file_renamed_over_the_one_that_is_read_changes_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, new = folder / "model.safetensors", folder / "new.safetensors"
+    hidden = torch.randn(3, SHAPE["hidden_size"])
+    expected = load(folder).decoder.logits(hidden)
+    save_file({name: torch.ones_like(w) for name, w in load_file(path).items()}, new)
+    after_the_first_tensor(monkeypatch, lambda: new.rename(path))
+
+    model = load(folder)
+
+    assert torch.equal(model.decoder.logits(hidden), expected)
+    assert not torch.equal(load(folder).decoder.logits(hidden), expected)
+
+
+@pytest.mark.parametrize("use", [load, check_model, read_config])
+def test_no_file_is_left_open(use: Callable[[Path], object], folder: Path) -> None:
+    use(folder)
+
+    assert open_files(folder) == []
+
+
+CUT_IN_A_THREAD = """
+import os, sys, threading
+import torch
+from callboard.gpu.loading import ModelError, load_model
+from callboard.gpu.loading.huggingface import SafetensorsCheckpoint
+
+folder = sys.argv[1]
+begun, done = threading.Event(), threading.Event()
+read_into = SafetensorsCheckpoint.read_into
+
+def read_and_wait(checkpoint, name, weight):
+    read_into(checkpoint, name, weight)
+    begun.set()
+    done.wait()
+
+def cut():
+    begun.wait()
+    os.truncate(f"{folder}/model.safetensors", 4096)
+    done.set()
+
+SafetensorsCheckpoint.read_into = read_and_wait
+threading.Thread(target=cut).start()
+try:
+    load_model(folder, device=torch.device("cpu"), dtype=torch.float32)
+except ModelError as error:
+    print(error)
+    sys.exit(3)
+"""
+
+
+def test_a_file_cut_short_by_somebody_else_does_not_kill_the_process(folder: Path) -> None:
+    """It did, by SIGBUS, when files were mapped into memory."""
+    ended = subprocess.run(
+        [sys.executable, "-c", CUT_IN_A_THREAD, folder],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert ended.returncode == 3, ended.stderr
+    assert "the file changed while it was read" in ended.stdout
