@@ -109,6 +109,7 @@ class Request:
         self.crashes = 0
         self.overtaken = 0  # steps in which a younger one was admitted and this one did not fit
         self.prompt_scores = PromptScores(params.prompt_logprobs, len(prompt))
+        self.scored_by = 0  # the version of the weights that did it
         self._news: list[RequestEvent] = []  # what no delta has told yet
 
     @property
@@ -163,6 +164,7 @@ class Request:
         assert self.row is None, "the blocks of a row keep their names"
         if self.root != root:
             self.root, self.hashes = root, []
+            self.prompt_scores.restart()
 
     def checkpoint(self) -> None:
         """Leave the device: keep the output, and prefill it with the prompt next time."""
@@ -315,6 +317,7 @@ class Ledger:
                 request_id=request.request_id,
                 start=len(request.output),
                 prompt_logprobs=request.prompt_scores.hand_over(),
+                weights_version=request.scored_by,
             )
         return msgspec.structs.replace(
             last,

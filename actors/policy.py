@@ -367,6 +367,7 @@ class SchedulingPolicy:
         for row, part in done.prompt_logprobs.items():
             if (request := self.ledger.in_row(row)) is not None:
                 request.prompt_scores.take(part)
+                request.scored_by = done.weights_version
         self._take_tokens(result, done)
         self._try_more()
         for row in done.full:  # those that were to sample no token are here still

@@ -4,9 +4,27 @@ Pure. A checkpoint in the middle of a prefill loses nothing: the parts that are 
 the next row computes again of them is dropped.
 """
 
+from callboard.messages.errors import RequestError
 from callboard.messages.logprobs import PromptLogprobs
 
+MAX_BYTES = 32 * 2**20
+"""Of the scores of one prompt, which travel in one frame, and others' news beside them."""
+
 _BYTES = 4  # of an id and of a log-probability
+
+
+def check_size(num_top: int | None, num_prompt: int) -> None:
+    """Raise RequestError where a prompt has more scores than can be sent."""
+    if num_top is None:
+        return
+    most = MAX_BYTES // (_BYTES * (1 + 2 * num_top))
+    if num_prompt > most:
+        raise RequestError(
+            f"{num_prompt} prompt tokens with {num_top} alternatives each are more scores than fit "
+            "into an answer",
+            field="prompt_logprobs",
+            allowed=f"prompts of at most {most} tokens with so many",
+        )
 
 
 class PromptScores:
@@ -29,6 +47,11 @@ class PromptScores:
     def to_ask(self) -> int:
         """What to ask a row for: see `RowSampling.prompt_logprobs`."""
         return self._num_top if self.missing else -1
+
+    def restart(self) -> None:
+        """Begin anew, unless they were handed over: other weights score all of the prompt."""
+        self._parts.clear()
+        self._next = 1
 
     def take(self, part: PromptLogprobs) -> None:
         """Add a part, or as much of it as is new."""

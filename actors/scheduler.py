@@ -18,6 +18,7 @@ from callboard.actors.actor import Actor
 from callboard.actors.ledger import Request, TextOut
 from callboard.actors.mailbox import Reply
 from callboard.actors.policy import Advanced, SchedulingPolicy
+from callboard.actors.prompt_scores import check_size
 from callboard.actors.ref import ActorRef
 from callboard.actors.system import Timer
 from callboard.messages.base import Message, id_array
@@ -257,6 +258,7 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
         if len(policy.ledger) >= self._max_queued:
             raise MailboxFull(f"{self._max_queued} requests are queued already")
         prompt, delivered = id_array(message.prompt_token_ids), id_array(message.delivered)
+        check_size(params.prompt_logprobs, len(prompt))
         max_tokens = params.max_tokens or 0
         if policy.device is not None:  # else the device's arrival brings the check
             max_tokens = policy.check_fits(

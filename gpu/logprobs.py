@@ -16,7 +16,6 @@ from torch import Tensor
 from callboard.gpu.context import PromptTargets
 from callboard.gpu.sampling import SamplingRows, logprobs_of, sample, top_logprobs
 from callboard.messages.logprobs import PromptLogprobs, TopLogprobs
-from callboard.messages.sampling import MAX_LOGPROBS
 from callboard.messages.steps import RowSampling
 
 PIECE_TOKENS = 64
@@ -26,15 +25,14 @@ PIECE_TOKENS = 64
 def likeliest(logits_SV: Tensor, wanted_S: npt.NDArray[np.int32]) -> list[TopLogprobs]:
     """Return as many of the likeliest tokens as each row wants; empty where no row wants any.
 
-    A row gets fewer where fewer are possible at all. As many as a request may ask for are always
-    looked for, since which of several equal ones come first hangs on that number.
+    A row gets fewer where fewer are possible at all.
     """
     asking = np.flatnonzero(wanted_S > 0)
     if not len(asking):
         return []
     if len(asking) < len(wanted_S):
         logits_SV = logits_SV[torch.from_numpy(asking).to(logits_SV.device)]
-    top = top_logprobs(logits_SV, max(int(wanted_S.max()), MAX_LOGPROBS))
+    top = top_logprobs(logits_SV, int(wanted_S.max()))
     found: list[TopLogprobs] = [()] * len(wanted_S)
     for row, ids, logprobs in zip(asking.tolist(), *(each.tolist() for each in top), strict=True):
         found[row] = _of_row(ids, logprobs, int(wanted_S[row]))
@@ -86,8 +84,8 @@ def _score(logits_PV: Tensor, target_P: Tensor, sampling: RowSampling) -> Sequen
             target_P.new_empty(len(target_P), 0),
             logprobs_P.new_empty(len(target_P), 0),
         )
-    top_ids_PK, top_PK = top_logprobs(logits_PV, max(num_top, MAX_LOGPROBS))
-    return logprobs_P, top_ids_PK[:, :num_top], top_PK[:, :num_top]
+    top_ids_PK, top_PK = top_logprobs(logits_PV, num_top)
+    return logprobs_P, top_ids_PK, top_PK
 
 
 def _processed(logits_PV: Tensor, sampling: RowSampling) -> Tensor:

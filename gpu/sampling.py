@@ -6,7 +6,7 @@ and top-p over what those left. Temperature 0 is greedy and is never divided by.
 the last one that top-k or top-p keeps are all kept, so nothing hangs on how ties are sorted.
 
 Log-probabilities are raw, of the logits as the model gave them, or processed, of what the row chose
-from after all of that; a token that is never drawn then has -inf.
+from after all of that; a token that is filtered out then has -inf.
 
 A draw is a race: token i finishes after E / weight_i with E exponential, and the first wins, which
 happens with its probability. (It is the Gumbel trick without its outer logarithm.) Inverse CDF
@@ -178,11 +178,12 @@ def sample(logits_RV: Tensor, rows: SamplingRows) -> SampleResult:
 def top_logprobs(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k likeliest tokens, likeliest first: ids (int64) and log-probs (float32), [R, k].
 
+    Of equal ones those with the lowest ids come first, so that the first is the greedy one.
     Where a row has fewer than k finite logits the rest are -inf; a smaller vocabulary gives all.
     """
     logits_RV = logits_RV.to(at_least_float32(logits_RV.dtype))
-    top_RK, token_ids_RK = logits_RV.topk(min(k, logits_RV.shape[-1]), dim=-1)
-    return token_ids_RK, _logprobs(logits_RV, top_RK)
+    token_ids_RK = _highest(logits_RV, min(k, logits_RV.shape[-1]))
+    return token_ids_RK, _logprobs(logits_RV, logits_RV.gather(-1, token_ids_RK))
 
 
 def uniforms(seed_S: Tensor, position_S: Tensor, runner_SN: Tensor) -> Tensor:
@@ -193,6 +194,21 @@ def uniforms(seed_S: Tensor, position_S: Tensor, runner_SN: Tensor) -> Tensor:
     state_S = _mix64(_mix64(seed_S + _GAMMA) + (position_S + 1) * _GAMMA)
     hash_SN = _mix64(state_S[:, None] + (runner_SN + 1) * _GAMMA)
     return (_shift_right(hash_SN, 12).double() + 0.5) * 2.0**-52
+
+
+def _highest(values_RV: Tensor, k: int) -> Tensor:
+    """Return the columns, int64 [R, k], of the highest values; of equal ones the first columns.
+
+    torch.topk leaves it open which of those it returns. So it is given keys of which no two are
+    equal: a float's bits, which sort as it does, above the column counted from the end.
+    """
+    if values_RV.dtype != torch.float32:
+        return values_RV.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    bits_RV = (values_RV + 0.0).view(torch.int32).to(torch.int64)  # -0.0 is 0.0
+    bits_RV = torch.where(bits_RV < 0, bits_RV ^ _LOW_31, bits_RV)
+    columns_V = torch.arange(values_RV.shape[-1], device=values_RV.device)
+    keys_RV = (bits_RV << 31) + (_LOW_31 - columns_V)
+    return _LOW_31 - (keys_RV.topk(k, dim=-1).values & _LOW_31)
 
 
 def _copy(numbers: Numbers, dtype: torch.dtype) -> Tensor:
@@ -241,29 +257,40 @@ def _draw(logits_RV: Tensor, peak_R: Tensor, rows: SamplingRows, chosen_from_RV:
         # Nothing is above 0 once the peak is taken off: no temperature is too small to divide by.
         scaled_SV = logits_RV[row_S].sub_(peak_R[row_S, None])
         scaled_SV.div_(rows.temperature_S[part, None])
-        weights_SV = _filtered_weights(torch.softmax(scaled_SV, dim=-1), rows, part)
+        probs_SV = torch.softmax(scaled_SV, dim=-1)
+        dropped_SV = torch.zeros_like(probs_SV, dtype=torch.bool)
+        weights_SV = _filtered_weights(probs_SV, rows, part, dropped_SV)
         drawn.append(_race(weights_SV, rows.seed_S[part], rows.position_S[part]))
         if rows.processed_R is not None:
-            chosen_from_RV[row_S] = scaled_SV.masked_fill_(weights_SV == 0, -torch.inf)
+            # Not what is too unlikely ever to be drawn: that has a probability all the same.
+            chosen_from_RV[row_S] = scaled_SV.masked_fill_(dropped_SV, -torch.inf)
     return torch.cat(drawn)
 
 
-def _filtered_weights(probs_SV: Tensor, rows: SamplingRows, part: slice) -> Tensor:
-    """Return int64 weights, `_WEIGHT_ONE` for probability 1, of what min-p, top-k, top-p keep."""
+def _filtered_weights(
+    probs_SV: Tensor, rows: SamplingRows, part: slice, dropped_SV: Tensor
+) -> Tensor:
+    """Return int64 weights, `_WEIGHT_ONE` for probability 1, of what min-p, top-k, top-p keep.
+
+    What they drop is noted in `dropped_SV`.
+    """
     weights_SV = (probs_SV * _WEIGHT_ONE).to(torch.int64)
+
+    def drop_below(least_S: Tensor) -> None:
+        below_SV = probs_SV < least_S[:, None].to(probs_SV.dtype)
+        weights_SV.masked_fill_(below_SV, 0)
+        dropped_SV.logical_or_(below_SV)
+
     if rows.uses_min_p:
-        least_S = rows.min_p_S[part] * probs_SV.amax(dim=-1)
-        weights_SV.masked_fill_(probs_SV < least_S[:, None].to(probs_SV.dtype), 0)
+        drop_below(rows.min_p_S[part] * probs_SV.amax(dim=-1))
     if rows.uses_top_k:
         top_k_S = rows.top_k_S[part].clamp(max=probs_SV.shape[-1])
         num_kept_S = torch.where(top_k_S == 0, probs_SV.shape[-1], top_k_S)
-        kth_S = _threshold(probs_SV, torch.ones_like(weights_SV), num_kept_S)
-        weights_SV.masked_fill_(probs_SV < kth_S[:, None], 0)
+        drop_below(_threshold(probs_SV, torch.ones_like(weights_SV), num_kept_S))
     if rows.uses_top_p:
         mass_S = (rows.top_p_S[part] * weights_SV.sum(dim=-1)).ceil().to(torch.int64)
         mass_S.clamp_(min=1)  # a top_p too small for a float32 has become 0
-        crossing_S = _threshold(probs_SV, weights_SV, mass_S)
-        weights_SV.masked_fill_(probs_SV < crossing_S[:, None], 0)
+        drop_below(_threshold(probs_SV, weights_SV, mass_S))
     return weights_SV
 
 
@@ -312,6 +339,8 @@ def _threshold(values_SV: Tensor, amounts_SV: Tensor, need_S: Tensor) -> Tensor:
         amounts_SV = torch.where(digit_SV == digit_S1, amounts_SV, 0)
     return found_S1.view(values_SV.dtype).squeeze(-1)
 
+
+_LOW_31 = 2**31 - 1
 
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64

@@ -4,6 +4,8 @@ However a request came about, be it in one life or in several on different repli
 of it is said twice, the record is the same and its lists are of one length.
 """
 
+import math
+
 import msgspec
 
 from callboard.messages.base import TokenIds, unpack_floats, unpack_ids
@@ -68,6 +70,7 @@ class RequestRecord:
         self._prompt_top: list[list[tuple[int, float]]] = []
         self._events: dict[RequestEvent, None] = {}  # in order, each once
         self._versions: list[tuple[int, int]] = []  # (first token, version), where it changes
+        self._scored_by = 0
         self._usage: Usage | None = None
         self._first_token_at: float | None = None
         self._last_token_at: float | None = None
@@ -95,6 +98,7 @@ class RequestRecord:
             self._take_tokens(delta, now)
         has_more = self._take_events(delta.events)
         if delta.prompt_logprobs is not None:
+            self._scored_by = delta.weights_version
             has_more |= self._take_prompt(delta.prompt_logprobs)
         if delta.finish is not None:
             self.finish_reason, self._usage, self._ended_at = delta.finish, delta.usage, now
@@ -163,8 +167,8 @@ class RequestRecord:
 
     @property
     def weights_version(self) -> int:
-        """The version of the weights that made the last token."""
-        return self._versions[-1][1] if self._versions else 0
+        """The version of the weights that made the last token, or scored a prompt without any."""
+        return self._versions[-1][1] if self._versions else self._scored_by
 
     @property
     def weights_versions(self) -> list[int]:
@@ -255,7 +259,8 @@ class RequestRecord:
         self._prompt_logprobs += part.logprobs[repeated * BYTES :]
         ids, logprobs = unpack_ids(part.top_ids), unpack_floats(part.top_logprobs)
         pairs = list(zip(ids, logprobs, strict=False))
-        tops = [pairs[at : at + part.num_top] for at in range(0, len(pairs), part.num_top or 1)]
+        lines = [pairs[at : at + part.num_top] for at in range(0, len(pairs), part.num_top or 1)]
+        tops = [[pair for pair in line if pair[1] > -math.inf] for line in lines]
         self._prompt_top += tops[repeated:]
         return True
 

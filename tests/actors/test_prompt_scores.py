@@ -2,8 +2,9 @@ from itertools import pairwise
 
 import pytest
 
-from callboard.actors.prompt_scores import PromptScores
+from callboard.actors.prompt_scores import PromptScores, check_size
 from callboard.messages.base import pack_floats, pack_ids, unpack_floats, unpack_ids
+from callboard.messages.errors import RequestError
 from callboard.messages.logprobs import PromptLogprobs
 
 NUM_PROMPT = 6
@@ -79,3 +80,25 @@ def test_what_nobody_asked_for_is_never_handed_over() -> None:
     scores = PromptScores(None, NUM_PROMPT)
 
     assert (scores.missing, scores.hand_over()) == (False, None)
+
+
+def test_other_weights_score_all_of_a_prompt() -> None:
+    scores = scores_of(part(1, 4))
+    scores.restart()
+    scores.take(part(1, 6))
+
+    handed_over = scores.hand_over()
+
+    assert handed_over is not None
+    assert unpack_floats(handed_over.logprobs) == SCORES
+    scores.restart()
+    assert not scores.missing  # once is enough
+
+
+@pytest.mark.parametrize(("num_top", "most"), [(0, 8 * 2**20), (20, 204_600)])
+def test_more_scores_than_can_be_sent_are_refused(num_top: int, most: int) -> None:
+    check_size(None, 10 * most)
+    check_size(num_top, most)
+    with pytest.raises(RequestError, match="more scores than fit") as raised:
+        check_size(num_top, most + 1)
+    assert str(most) in raised.value.allowed

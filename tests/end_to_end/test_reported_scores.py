@@ -70,6 +70,40 @@ async def test_the_scores_of_a_prompt_in_parts_come_whole_with_the_first_delta()
     assert same_scores(found, whole)
 
 
+async def test_a_prompt_is_scored_by_one_set_of_weights_and_says_by_which() -> None:
+    async with random_model(prefill_chunk_tokens=5) as engine:
+        await engine.pause()
+        asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": 2, "prompt_logprobs": 2}
+        cut = await engine.add_request("cut", PROMPT, **asked)
+        await engine.step(2)
+        await engine.update_weights("random:tiny#5")
+        await engine.unpause()
+        found = await cut.completion()
+        whole = await answer(engine, PROMPT, max_tokens=2, prompt_logprobs=2)
+        scored = await answer(engine, PROMPT, max_tokens=0, prompt_logprobs=2)
+
+    assert same_scores(found, whole)
+    assert same_scores(scored, whole)
+    assert (found.weights_version, whole.weights_version, scored.weights_version) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.15}, {"temperature": 1.0, "top_k": 1}])
+async def test_processed_scores_of_prompts_are_numbers_that_can_be_written_as_json(
+    options: dict[str, Any],
+) -> None:
+    async with random_model() as engine:
+        found = await answer(
+            engine, PROMPT, max_tokens=2, prompt_logprobs=3, logprobs_mode="processed", **options
+        )
+
+    assert found.prompt_logprobs is not None
+    if "top_k" not in options:
+        assert min(found.prompt_logprobs) > -1000
+    for top in found.prompt_top_logprobs or ():
+        assert top
+        assert all(logprob > -1000 for _, logprob in top)
+
+
 async def test_a_prompt_that_is_only_scored_generates_nothing_and_has_no_first_token() -> None:
     async with random_model() as engine:
         for length in (1, 2, 9, 128):  # the whole context, since nothing comes behind it
