@@ -56,6 +56,10 @@ class TextOut(Protocol):
         """The stop string that ended the text."""
         ...
 
+    def continue_from(self, token_id: int) -> None:
+        """Go on behind a prompt's text, which ends with this token."""
+        ...
+
     def push(self, token_id: int) -> str:
         """Take a token and return the text that may be shown now."""
         ...

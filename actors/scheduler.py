@@ -9,6 +9,7 @@ else (new requests, aborts, deadlines) goes on meanwhile.
 
 import secrets
 import time
+from array import array
 from collections.abc import Callable
 
 import msgspec
@@ -278,12 +279,20 @@ class Scheduler(Actor[SchedulerInbox | _DeadlinePassed | _DrainOver]):
             max_tokens=max_tokens,
             stop_token_ids=tuple(sorted({*eos, *params.stop_token_ids})),
             order=(message.priority, self._arrivals),
-            text=None if self._text_for is None else self._text_for(params),
+            text=self._text(message, prompt),
             accepted_at=self._clock(),
             deadline=float("inf") if message.timeout_s is None else now + message.timeout_s,
         )
         request.restore_output(delivered)
         return request
+
+    def _text(self, message: Enqueue, prompt: "array[int]") -> TextOut | None:
+        if self._text_for is None:
+            return None
+        text = self._text_for(message.params)
+        if message.continues_text:
+            text.continue_from(prompt[-1])
+        return text
 
     def _set_timer(self, request: Request) -> None:
         if request.deadline == float("inf"):

@@ -102,6 +102,7 @@ class Tokenizer(Actor[TokenizerInbox]):
                 priority=submit.priority,
                 timeout_s=submit.timeout_s,
                 delivered=submit.delivered,
+                continues_text=not isinstance(submit.prompt, ChatPrompt),
             )
         )
 

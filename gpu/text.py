@@ -25,7 +25,7 @@ class TokenBytes(Protocol):
 
     @property
     def strips_leading_space(self) -> bool:
-        """Whether one space is dropped at the very start of a text."""
+        """Whether one space is dropped at the very start of a text: see `continue_from`."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return what the token adds to a text; nothing for an id outside the vocabulary."""
@@ -65,6 +65,15 @@ class TextStream:
         """Characters given out so far."""
         self.stopped: str | None = None
         """The stop string that ended the text."""
+
+    def continue_from(self, token_id: int) -> None:
+        """Let the text go on behind that of a prompt, which ends with this token.
+
+        Then its first space is one between words, unless the token is a special one, behind which
+        a text begins.
+        """
+        if token_id not in self._tokenizer.special_token_ids:
+            self._drops_space = False
 
     def push(self, token_id: int) -> str:
         """Take the next token and return the text that can no longer change; "" once stopped."""

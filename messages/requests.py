@@ -81,7 +81,10 @@ class Submit(Message, frozen=True):
 
 
 class Enqueue(Message, frozen=True):
-    """Tokenizer → scheduler: a submitted request, checked, as token ids."""
+    """Tokenizer → scheduler: a submitted request, checked, as token ids.
+
+    Its text goes on from the prompt's, unless the prompt is a conversation.
+    """
 
     request_id: RequestId
     prompt_token_ids: TokenIds
@@ -89,6 +92,7 @@ class Enqueue(Message, frozen=True):
     priority: int = 0
     timeout_s: float | None = None
     delivered: TokenIds = b""
+    continues_text: bool = False
 
 
 class ForgetAll(Message, frozen=True):

@@ -18,6 +18,9 @@ class Words:
         self._stop_at = stop_at
         self._stop_at_end = stop_at_end
 
+    def continue_from(self, token_id: int) -> None:
+        pass
+
     def push(self, token_id: int) -> str:
         if token_id == self._stop_at:
             self.stopped = f"<{token_id}>"

@@ -919,6 +919,9 @@ class StopsAfter:
         self.stopped: str | None = None
         self._left = tokens
 
+    def continue_from(self, token_id: int) -> None:
+        pass
+
     def push(self, token_id: int) -> str:
         self._left -= 1
         if self._left == 0:

@@ -351,15 +351,31 @@ class Spelled:
     def __init__(self, params: SamplingParams) -> None:
         self.stopped: str | None = None
         self._stops = params.stop
+        self.begun = ""
+
+    def continue_from(self, token_id: int) -> None:
+        self.begun = f"…{token_id}:"
 
     def push(self, token_id: int) -> str:
         if str(token_id) in self._stops:
             self.stopped = str(token_id)
             return ""
-        return f"{token_id},"
+        begun, self.begun = self.begun, ""
+        return f"{begun}{token_id},"
 
     def finish(self) -> str:
         return "."
+
+
+async def test_text_goes_on_behind_a_prompt_that_is_text_itself() -> None:
+    text_for: Callable[[SamplingParams], TextOut] = Spelled
+    async with open_stage(text_for=text_for) as stage:
+        await stage.submit("a reply", 1)
+        await stage.submit("more of it", 1, continues_text=True)
+        await stage.run()
+        first = alone(PROMPT, 1)[0]
+        assert stage.text["a reply"] == f"{first},."
+        assert stage.text["more of it"] == f"…{PROMPT[-1]}:{first},."
 
 
 async def test_text_comes_with_the_tokens_and_ends_at_a_stop_string() -> None:

@@ -125,6 +125,7 @@ async def test_token_ids_are_passed_on_as_they_are_with_all_that_was_asked_for()
             priority=4,
             timeout_s=5.0,
             delivered=pack_ids((9,)),
+            continues_text=True,
         )
 
 
@@ -132,6 +133,7 @@ async def test_text_is_encoded() -> None:
     async with desk(Letters()) as one:
         enqueue = await one.enqueued(TextPrompt(text="abc"))
         assert unpack_ids(enqueue.prompt_token_ids) == [97, 98, 99]
+        assert enqueue.continues_text
 
 
 async def test_text_that_cannot_fit_the_context_is_refused_before_it_is_encoded() -> None:
@@ -150,6 +152,7 @@ async def test_a_conversation_is_rendered_then_encoded() -> None:
     async with desk(Letters()) as one:
         turns = (ChatMessage(role="user", content="hi"), ChatMessage(role="bot", content="ho"))
         enqueue = await one.enqueued(ChatPrompt(messages=turns))
+        assert not enqueue.continues_text
         assert "".join(map(chr, unpack_ids(enqueue.prompt_token_ids))) == "u:hi;b:ho;"
 
 

@@ -42,6 +42,9 @@ class Letters:
 
     stopped = None
 
+    def continue_from(self, token_id: int) -> None:
+        pass
+
     def push(self, token_id: int) -> str:
         return chr(97 + token_id % 26)
 

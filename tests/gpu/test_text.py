@@ -155,6 +155,24 @@ def test_a_tokenizer_that_strips_drops_one_space_at_the_start_only() -> None:
     assert "".join(pieces(stream, [2, 0, 1])) == "  a "
 
 
+def test_behind_a_prompt_the_first_space_is_one_between_words() -> None:
+    tokenizer = wrap(piece_tokenizer(strip=True))
+    stream = TextStream(tokenizer, stop=[" a"])
+    stream.continue_from(0)
+
+    assert "".join(pieces(stream, [2, 0, 1])) == "  "
+    assert stream.stopped == " a"
+
+
+def test_behind_a_special_token_a_text_begins() -> None:
+    script = Script(" a", "<s>", special=[1])
+    script.strips_leading_space = True
+    stream = TextStream(script)
+    stream.continue_from(1)
+
+    assert "".join(pieces(stream, [0, 0])) == "a a"
+
+
 def test_special_tokens_show_only_on_request() -> None:
     script = Script("a", "<end>", "b", special=[1])
 

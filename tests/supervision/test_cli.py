@@ -59,6 +59,9 @@ class Letters:
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         return "".join(f"{turn['role'][0]}{turn['content']}" for turn in messages)
 
+    def continue_from(self, token_id: int) -> None:
+        pass
+
     def push(self, token_id: int) -> str:
         return chr(token_id)
 
