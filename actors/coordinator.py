@@ -71,6 +71,9 @@ ToClient = Accepted | Refused | TokensOut
 PORT_TIMEOUT_S = 2.0
 PORT_INTERVAL_S = 0.02
 
+LAST_WORDS_S = 1.0
+"""How long replicas have to say the last words of requests that a STOP aborts."""
+
 GRACE_S = 5.0
 """How long the requests of a client that lost its connection go on without it.
 
@@ -87,6 +90,10 @@ class _Timer(Message, frozen=True):
 
 class _DrainOver(_Timer, frozen=True):
     """Coordinator → itself: the open requests have had their time."""
+
+
+class _AbortOver(_Timer, frozen=True):
+    """Coordinator → itself: the replicas have had their time to end what was aborted for a STOP."""
 
 
 class _Overdue(_Timer, frozen=True):
@@ -114,7 +121,15 @@ _Aborting = tuple[AbortReply, Reply, list[OpenRequest]]
 """What to answer, to whom, when these have ended."""
 
 CoordinatorInbox = (
-    Said | Joined | Left | AbortRequests | _DrainOver | _Overdue | _GraceOver | _Released
+    Said
+    | Joined
+    | Left
+    | AbortRequests
+    | _DrainOver
+    | _AbortOver
+    | _Overdue
+    | _GraceOver
+    | _Released
 )
 
 
@@ -186,7 +201,7 @@ class Coordinator(Actor[CoordinatorInbox]):
         if verb.drain_s > 0:
             self.tell_self_at(trio.current_time() + verb.drain_s, _DrainOver())
         else:
-            self._end(self._routing.open_requests(), FinishReason.ABORT)
+            self._abort_all()
         self._acknowledge_stop()
         return None
 
@@ -209,6 +224,8 @@ class Coordinator(Actor[CoordinatorInbox]):
             case AbortRequests():
                 answer = self._abort_requests(message)
             case _DrainOver():
+                self._abort_all()
+            case _AbortOver():
                 self._end(self._routing.open_requests(), FinishReason.ABORT)
             case _Overdue():
                 self._end_overdue()
@@ -606,6 +623,11 @@ class Coordinator(Actor[CoordinatorInbox]):
                 request.aborting = True
                 self._say(request.replica, Abort(request_id=request.wire_id))
 
+    def _abort_all(self) -> None:
+        """Abort all requests; what no replica ends in time is ended here, as far as it is known."""
+        self._abort(self._routing.open_requests())
+        self.tell_self_at(trio.current_time() + LAST_WORDS_S, _AbortOver())
+
     def _end(
         self, requests: list[OpenRequest], reason: FinishReason, failure: Failure | None = None
     ) -> None:
@@ -623,7 +645,7 @@ class Coordinator(Actor[CoordinatorInbox]):
         """Have nothing more to do with a request, nor any replica that runs it."""
         if is_abort and not request.aborting:
             self._counts["requests_aborted"] += 1
-        if request.replica is not None:
+        if request.replica is not None and not request.aborting:
             self._say(request.replica, Abort(request_id=request.wire_id))
         self._routing.close(request)
 

@@ -13,7 +13,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from callboard.actors.actor import Cell
 from callboard.actors.clients import MAX_UNREAD_BYTES, MAX_UNREAD_FRAMES
-from callboard.actors.coordinator import GRACE_S, Coordinator, FromClient, ToClient
+from callboard.actors.coordinator import GRACE_S, LAST_WORDS_S, Coordinator, FromClient, ToClient
 from callboard.actors.link import FromReplica, ToReplica
 from callboard.actors.metrics import Metrics
 from callboard.actors.placement import LeastLoaded, Placement, PrefixAware
@@ -1192,7 +1192,9 @@ async def test_a_replica_that_is_lost_while_a_client_is_away_is_replaced_as_ever
     assert client.output["r"] == [7, 8, 9]
 
 
-async def test_stopping_does_not_wait_for_a_client_that_is_away(stage: Stage) -> None:
+async def test_stopping_does_not_wait_for_a_client_that_is_away(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
     client, replica = await stage.client(), await stage.replica()
     await client.submit("r")
     lose(stage, client)
@@ -1358,7 +1360,7 @@ async def test_a_timer_finds_room_in_a_mailbox_that_is_full(
     stage.background(lambda: ask_stop(stage, 5.0, replies))
     await wait_all_tasks_blocked()
     stage.cell.mailbox.capacity = 0
-    await trio.sleep(6.0)
+    await trio.sleep(5.0 + LAST_WORDS_S + 0.1)
     stage.cell.mailbox.capacity = Coordinator.capacity
     assert len(replies) == 1
     assert replica.aborted == [replica.given[0].request_id]
@@ -1384,7 +1386,22 @@ async def ask_stop(stage: Stage, drain_s: float, replies: list[ControlReply]) ->
     replies.append(await stage.ref.ask(Stop(drain_s=drain_s), timeout=1000))
 
 
-async def test_stopping_at_once_ends_what_is_open_and_is_acknowledged(stage: Stage) -> None:
+async def test_stopping_at_once_lets_replicas_say_the_last_words(stage: Stage) -> None:
+    client, replica = await stage.client(), await stage.replica()
+    await client.submit("r")
+    replies: list[ControlReply] = []
+    stage.background(lambda: ask_stop(stage, 0.0, replies))
+    await wait_all_tasks_blocked()
+    assert (replica.aborted, replies) == ([replica.given[0].request_id], [])
+    await replica.send(replica.given[0], 0, 7, finish=FinishReason.ABORT)
+    assert client.ended(FinishReason.ABORT) == ["r"]
+    assert client.output["r"] == [7]
+    assert len(replies) == 1
+
+
+async def test_stopping_at_once_ends_what_is_open_and_is_acknowledged(
+    autojump_clock: MockClock, stage: Stage
+) -> None:
     client, replica = await stage.client(), await stage.replica()
     await client.submit("r")
     reply: ControlReply = await stage.ref.ask(Stop())
@@ -1421,7 +1438,7 @@ async def test_requests_that_outlive_the_drain_are_aborted(
     began = trio.current_time()
     reply: ControlReply = await stage.ref.ask(Stop(drain_s=30.0), timeout=60)
     assert reply.done
-    assert trio.current_time() - began == pytest.approx(30, abs=0.1)
+    assert trio.current_time() - began == pytest.approx(30 + LAST_WORDS_S, abs=0.1)
     await wait_all_tasks_blocked()
     assert client.ended(FinishReason.ABORT) == ["running"]
 
