@@ -140,7 +140,7 @@ class SchedulingPolicy:
         """`paused_limit` is in blocks; `clock` gives the times of requests' events."""
         self.ledger = Ledger()
         self.device: DeviceReady | None = None
-        self._to_drain: set[Request] | None = None  # what is to end first; None: no drain
+        self._to_drain: dict[Request, None] | None = None  # what is to end first, in order
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._prefix_caching = prefix_caching
         self.weights_version = 0
@@ -253,7 +253,7 @@ class SchedulingPolicy:
 
     def begin_drain(self) -> None:
         """Admit nothing from now on but requests that have run, which may have lost their row."""
-        self._to_drain = {request for request in self.ledger if request.has_run}
+        self._to_drain = dict.fromkeys(request for request in self.ledger if request.has_run)
 
     def end_drain(self) -> None:
         """Admit all requests again."""

@@ -369,8 +369,8 @@ async def test_a_routing_id_of_another_key_is_another_peer() -> None:
 
 @pytest.fixture
 def hasty_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Newcomers get a tenth of a second, and there is room for four."""
-    monkeypatch.setattr(transport, "Door", lambda: Door(max_newcomers=4, newcomer_s=0.1))
+    """Newcomers get half a second, and there is room for four."""
+    monkeypatch.setattr(transport, "Door", lambda: Door(max_newcomers=4, newcomer_s=0.5))
     monkeypatch.setattr(transport, "DOOR_INTERVAL_S", 0.02)
 
 
