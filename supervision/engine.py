@@ -503,7 +503,8 @@ class Engine:
         self._check_open()
         deadline = trio.current_time() + timeout
         control = self._control
-        if control is None or control.welcome is None:
+        # While the connection is made verbs stand in line for it, and none passes them.
+        if control is None or control.welcome is None or self._control_turn.locked():
             control = None
             with trio.move_on_at(deadline):  # each wait in there may last for the whole of it
                 control = await self._connect_control(timeout)

@@ -31,10 +31,21 @@ BROKE_ONCE = {
 }
 """Seeds of plain scenarios, and what went wrong in them."""
 
+BROKE_ONCE_WITH_MORE = {
+    1455: "a verb was sent before one that had waited longer for the connection",
+    3199: "the same",
+}
+"""Seeds of scenarios with all that odd ones may have."""
+
 
 @pytest.mark.parametrize("seed", BROKE_ONCE)
 def test_a_seed_that_once_broke_a_promise_keeps_it(seed: int) -> None:
     assert play(draw_plain(seed)).broken == []
+
+
+@pytest.mark.parametrize("seed", BROKE_ONCE_WITH_MORE)
+def test_a_seed_with_more_in_it_that_once_broke_a_promise_keeps_it(seed: int) -> None:
+    assert simulate(seed).broken == []
 
 
 @pytest.mark.parametrize("name", sorted(MUTANTS))

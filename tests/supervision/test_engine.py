@@ -18,15 +18,19 @@ import trio
 import trio.testing
 
 import callboard
+from callboard.actors.actor import start_in_order
 from callboard.actors.session import Joined, Left, Said
 from callboard.actors.testing import ScriptedRunner
 from callboard.actors.transport import MemoryNetwork
 from callboard.messages.base import unpack_ids
 from callboard.messages.control import (
     KVLevel,
+    Pause,
     PauseMode,
     State,
     StatusReply,
+    Step,
+    Unpause,
     Weights,
     WeightsLevel,
 )
@@ -1528,6 +1532,23 @@ async def test_a_verb_is_given_up_in_its_time_when_nobody_is_reached(
             await engine.status(timeout=5.0)
 
         assert trio.current_time() - began <= 5.01
+
+
+async def test_verbs_that_wait_for_their_connection_are_sent_in_the_order_of_their_calls() -> None:
+    answers: list[str] = []
+
+    async def say(engine: Engine, verb: Pause | Step | Unpause) -> None:
+        answers.append((await engine.ask_tree(verb, 10.0)).refused)
+
+    for turns in range(8):
+        async with opened(ScriptedRunner()) as engine, trio.open_nursery() as nursery:
+            await start_in_order(nursery, say, engine, Pause())
+            await start_in_order(nursery, say, engine, Step())  # refused where nothing is paused
+            for _ in range(turns):
+                await trio.lowlevel.checkpoint()
+            await start_in_order(nursery, say, engine, Unpause())
+
+    assert answers == [""] * 24
 
 
 async def test_a_verb_without_any_time_is_late_and_its_server_not_unreachable() -> None:
