@@ -5,6 +5,7 @@ from callboard.gpu.cache_spec import CacheSpec, KeyValueShape, LatentShape, Laye
 from callboard.gpu.caches import Caches
 from callboard.gpu.device import release_memory, resident_bytes
 from callboard.messages.errors import ConfigError
+from tests.gpu import own_process
 
 CPU = torch.device("cpu")
 HYBRID: tuple[LayerKind, ...] = ("attention", "state", "other", "state", "attention")
@@ -148,6 +149,10 @@ def test_freed_caches_are_not_read() -> None:
 
 
 def test_latent_vectors_and_states_are_resident_at_once_and_go_back_to_the_system() -> None:
+    own_process.run(take_and_free)
+
+
+def take_and_free() -> None:
     release_memory(CPU)
     before = resident_bytes(CPU)
 

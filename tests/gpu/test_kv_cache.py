@@ -3,6 +3,7 @@ import torch
 
 from callboard.gpu.device import release_memory, resident_bytes
 from callboard.gpu.kv_cache import KVCache
+from tests.gpu import own_process
 
 CPU = torch.device("cpu")
 
@@ -53,6 +54,10 @@ def test_freeing_twice_is_harmless() -> None:
 
 
 def test_its_memory_is_resident_at_once_and_goes_back_to_the_system() -> None:
+    own_process.run(take_and_free)
+
+
+def take_and_free() -> None:
     release_memory(CPU)
     before = resident_bytes(CPU)
 

@@ -1,8 +1,6 @@
 """Tensors that leave device memory for the host and come back as they were."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,10 +15,10 @@ from callboard.gpu.offload import HostCopy, OffloadedModel, host_copies
 from callboard.gpu.runner import ModelRunner, RunnerConfig
 from callboard.messages.base import pack_ids, unpack_ids
 from callboard.messages.steps import Admit, Grant, RowSampling, RunStep
+from tests.gpu import own_process
 
 CPU = torch.device("cpu")
 MIB = 2**20
-ROOT = Path(__file__).parents[2]
 
 
 def back(copies: list[HostCopy]) -> list[Tensor]:
@@ -249,10 +247,7 @@ def test_rows_go_on_as_if_nothing_had_been_offloaded(dtype: str, kv: bool, weigh
 
 
 def test_offloaded_memory_goes_back_to_the_system_each_time(tmp_path: Path) -> None:
-    """In a process of its own: what other tests have left in the heap may keep pages of it."""
-    program = f"from tests.gpu.test_offload import offload_twice; offload_twice({str(tmp_path)!r})"
-
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)
+    own_process.run(offload_twice, str(tmp_path))
 
 
 def offload_twice(folder: str) -> None:
