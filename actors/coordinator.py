@@ -235,7 +235,8 @@ class Coordinator(Actor[CoordinatorInbox]):
                 self._let_in()
         self._assign_waiting()
         self._acknowledge_stop()
-        self._acknowledge_aborts()
+        if self._aborting:
+            self._acknowledge_aborts()
         return answer
 
     def details(self) -> dict[str, int | float | str]:

@@ -258,28 +258,31 @@ def _draw(logits_RV: Tensor, peak_R: Tensor, rows: SamplingRows, chosen_from_RV:
         scaled_SV = logits_RV[row_S].sub_(peak_R[row_S, None])
         scaled_SV.div_(rows.temperature_S[part, None])
         probs_SV = torch.softmax(scaled_SV, dim=-1)
-        dropped_SV = torch.zeros_like(probs_SV, dtype=torch.bool)
+        dropped_SV = None
+        if rows.processed_R is not None:
+            dropped_SV = torch.zeros_like(probs_SV, dtype=torch.bool)
         weights_SV = _filtered_weights(probs_SV, rows, part, dropped_SV)
         drawn.append(_race(weights_SV, rows.seed_S[part], rows.position_S[part]))
-        if rows.processed_R is not None:
+        if dropped_SV is not None:
             # Not what is too unlikely ever to be drawn: that has a probability all the same.
             chosen_from_RV[row_S] = scaled_SV.masked_fill_(dropped_SV, -torch.inf)
     return torch.cat(drawn)
 
 
 def _filtered_weights(
-    probs_SV: Tensor, rows: SamplingRows, part: slice, dropped_SV: Tensor
+    probs_SV: Tensor, rows: SamplingRows, part: slice, dropped_SV: Tensor | None
 ) -> Tensor:
     """Return int64 weights, `_WEIGHT_ONE` for probability 1, of what min-p, top-k, top-p keep.
 
-    What they drop is noted in `dropped_SV`.
+    What they drop is noted in `dropped_SV`, where somebody wants to know.
     """
     weights_SV = (probs_SV * _WEIGHT_ONE).to(torch.int64)
 
     def drop_below(least_S: Tensor) -> None:
         below_SV = probs_SV < least_S[:, None].to(probs_SV.dtype)
         weights_SV.masked_fill_(below_SV, 0)
-        dropped_SV.logical_or_(below_SV)
+        if dropped_SV is not None:
+            dropped_SV.logical_or_(below_SV)
 
     if rows.uses_min_p:
         drop_below(rows.min_p_S[part] * probs_SV.amax(dim=-1))

@@ -103,8 +103,8 @@ class JoinedHost(Remote):
     def __init__(self, listener: Listener, peer: PeerKey, settings: Settings, ticket: str) -> None:
         super().__init__()
         self._listener = listener
+        self.ticket = ticket
         self._settings = settings
-        self._ticket = ticket
         self._pid = 0
         self.is_here = True
         self.may_run = False
@@ -120,7 +120,7 @@ class JoinedHost(Remote):
         """Have the host start its replicas."""
         order = StartHost(
             settings=msgspec.json.encode(self._settings),
-            ticket=self._ticket,
+            ticket=self.ticket,
             suspended=self.cell.suspended,
             weights=_weights_there(self.cell.weights),
         )
@@ -222,7 +222,7 @@ class JoinedHosts(Supervisor):
         self._settings = settings
         self._tickets = tickets
         self._listener = listener
-        self._hosts: dict[PeerKey, tuple[JoinedHost, str]] = {}  # with their tickets
+        self._hosts: dict[PeerKey, JoinedHost] = {}
         self._places: dict[str, JoinedHost] = {}
         self._turns: weakref.WeakValueDictionary[str, trio.Lock] = weakref.WeakValueDictionary()
         self._hold_first = False
@@ -253,8 +253,8 @@ class JoinedHosts(Supervisor):
 
     async def on_stop(self) -> None:
         """Let no replica of a host stay."""
-        for _, ticket in self._hosts.values():
-            self._tickets.revoke(ticket)
+        for host in self._hosts.values():
+            self._tickets.revoke(host.ticket)
 
     async def receive(self, message: ActorExited | Said | Joined | Left) -> None:
         """Take a host in, and tell its place what becomes of it."""
@@ -267,21 +267,21 @@ class JoinedHosts(Supervisor):
             case Joined(peer=peer, hello=hello):
                 ticket = self._tickets.issue(hello.name, held=True)
                 host = JoinedHost(self._listener(), peer, self._settings, ticket)
-                self._hosts[peer] = host, ticket
-                self.spawn(self._take_in, f"{self.name}/{hello.name}", host, ticket)
+                self._hosts[peer] = host
+                self.spawn(self._take_in, f"{self.name}/{hello.name}", host)
             case Said() | Left():
                 self._note(message)
 
     def _note(self, event: Said | Left) -> None:
-        if event.peer not in self._hosts:
+        host = self._hosts.get(event.peer)
+        if host is None:
             return
-        host, ticket = self._hosts[event.peer]
         if isinstance(event, Left):
             del self._hosts[event.peer]
-            self._tickets.revoke(ticket)
+            self._tickets.revoke(host.ticket)
         host.note(event)
 
-    async def _take_in(self, name: str, host: JoinedHost, ticket: str) -> None:
+    async def _take_in(self, name: str, host: JoinedHost) -> None:
         turn = self._turns.setdefault(name, trio.Lock())
         async with turn:
             if name in self._children:  # it is back, so nothing it had before runs any more
@@ -296,7 +296,7 @@ class JoinedHosts(Supervisor):
                     host.dismiss(error)
                 if name not in self._children:
                     del self._places[name]
-                self._tickets.revoke(ticket)
+                self._tickets.revoke(host.ticket)
             else:
-                self._tickets.release(ticket)
+                self._tickets.release(host.ticket)
                 self.log.info("a host has joined", host=name)
