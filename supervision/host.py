@@ -90,6 +90,7 @@ class _Host:
         self._said = ""
 
     async def run(self) -> CallboardError | None:
+        error: CallboardError | None = None  # nor is it one to be told twice to leave
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._heed_signals, nursery.cancel_scope)
             error = await self._stay()

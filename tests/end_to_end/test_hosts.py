@@ -212,6 +212,22 @@ async def test_a_host_joins_with_the_key_of_a_replica_and_with_no_other(tmp_path
     assert len(answer.token_ids) == 3
 
 
+async def test_a_host_that_is_told_twice_to_leave_waits_for_nothing(
+    server: Server, tmp_path: Path
+) -> None:
+    with host(tmp_path / "h", server.endpoint) as box, trio.fail_after(START_S):
+        async with connect(server.endpoint) as engine:
+            [one] = (await replicas(engine, 1)).replicas
+            box.process.terminate()
+            await box.says("SIGTERM, leaving")
+            box.process.terminate()
+            assert await trio.to_thread.run_sync(box.wait) == 0
+            while not has_ended(one.pid):  # noqa: ASYNC110  # no child of ours
+                await trio.sleep(0.05)
+    assert "Traceback" not in box.said()
+    assert box.leftovers() == []
+
+
 async def test_a_host_that_cannot_start_says_why_and_ends(server: Server, tmp_path: Path) -> None:
     with (
         host(tmp_path / "h", server.endpoint, "--model", "nowhere.gguf") as box,
